@@ -1,0 +1,26 @@
+"""Keys and values of a beam tree, each stored once. This folder knows nothing of scores.
+
+Read in this order: `index` (which slot holds which token of which beam), `layers` (the pools), `cache` (what
+transformers sees), then the folded read: `step` (what is running), `mask` (who sees which slot), `attention`.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import NAME, folded_attention
+from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
+from .mask import pool_mask
+from .step import CannotFoldError, FoldedStep, running
+
+AttentionInterface.register(NAME, folded_attention)
+AttentionMaskInterface.register(NAME, pool_mask)
+
+__all__ = [
+    "NAME",
+    "CacheUsage",
+    "CannotFoldError",
+    "FoldedStep",
+    "PagedBeamCache",
+    "PagedBeamEncoderDecoderCache",
+    "adopt_prefix",
+    "running",
+]

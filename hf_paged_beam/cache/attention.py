@@ -1,0 +1,189 @@
+"""Attention of all beams of a prompt over one pool, registered with transformers' `AttentionInterface`.
+
+    query [B·W, H, 1, D]  ->  [B, Hkv, G·W, D]      the beams, and the heads that share keys, become query positions
+    key   [B, Hkv, S, D]      as it lies in the pool: no copy, no repetition
+    mask  [B, 1, G·W, S]      which slots each beam sees
+
+One SDPA call reads each stored key once per prompt instead of once per beam.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .layers import CrossLayer
+from .step import CannotFoldError, FoldedStep, current_step
+
+NAME = "hf_paged_beam"
+"""Name of the attention and of the mask function in transformers' registries."""
+
+
+def folded_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention function in transformers' signature.
+
+    Args:
+        query: ``[B·W, H, 1, D]``.
+        key, value: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, a pool or an encoder's keys as the cache handed them.
+        attention_mask: what `pool_mask` made, or a mask over cache positions, or None.
+        position_bias: ``[1 or B·W, H, 1, positions]``, added to the scores.
+        softcap: scores become ``softcap · tanh(scores / softcap)``.
+        s_aux: ``[H]``, logit of each head's attention sink.
+
+    Returns:
+        ``[B·W, 1, H, Dv]`` and None (no attention maps: those need the gathered path).
+
+    Raises:
+        CannotFoldError: if keys did not come from the cache as they are, or a mask has another shape.
+    """
+    step = current_step()
+    layer = None if step is None else step.layer_that_handed(key)
+    if layer is None:
+        return _attend_rows(module, query, key, value, attention_mask, step,
+                            dropout=dropout, scaling=scaling, position_bias=position_bias, softcap=softcap,
+                            s_aux=s_aux, **kwargs)  # fmt: skip
+    if query.shape[2] != 1:
+        raise CannotFoldError(f"a folded step has one query per beam, but got {query.shape[2]}")
+    groups = query.shape[1] // key.shape[1]
+    if isinstance(layer, CrossLayer):
+        mask = _cross_mask(step, attention_mask, position_bias, key, groups)
+    else:
+        mask = _pool_mask(step, attention_mask, position_bias, key, groups)
+    folded = fold(query, step.num_beams, key.shape[1])
+    if softcap is None and s_aux is None:
+        output = functional.scaled_dot_product_attention(
+            folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+        )
+    else:
+        sinks = None if s_aux is None else s_aux.view(1, key.shape[1], groups, 1).expand(-1, -1, -1, step.num_beams)
+        output = _explicit_attention(folded, key, value, mask, scaling, softcap, sinks)
+    return unfold(output, step.num_beams, groups), None
+
+
+def fold(query: torch.Tensor, num_beams: int, key_heads: int) -> torch.Tensor:
+    """``[B·W, H, 1, D]`` to ``[B, Hkv, G·W, D]``, group-major."""
+    rows, heads, _, size = query.shape
+    grouped = query.view(rows // num_beams, num_beams, key_heads, heads // key_heads, size)  # [B, W, Hkv, G, D]
+    return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfold(output: torch.Tensor, num_beams: int, groups: int) -> torch.Tensor:
+    """``[B, Hkv, G·W, Dv]`` back to ``[B·W, 1, H, Dv]``."""
+    split = output.unflatten(2, (groups, num_beams))  # [B, Hkv, G, W, Dv]
+    return split.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1).unsqueeze(1)
+
+
+def _attend_rows(module, query, key, value, attention_mask, step, **kwargs):
+    """Attention whose keys are not from this cache: as transformers would, if that can be told apart safely."""
+    if step is not None and (key.shape[0] != query.shape[0] or step.speaks_of_slots(attention_mask)):
+        raise CannotFoldError("the model's attention received keys that the cache did not hand out as they are")
+    kwargs = {name: given for name, given in kwargs.items() if given is not None}
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def _pool_mask(
+    step: FoldedStep, mask: torch.Tensor | None, bias: torch.Tensor | None, key: torch.Tensor, groups: int
+) -> torch.Tensor:
+    """Additive mask over the pool, ``[B, 1 or Hkv, G·W, S]``, made once per step for each mask, bias and grouping."""
+
+    def make() -> torch.Tensor:
+        if mask is None:
+            additive = _additive(step.visible().unsqueeze(1), key)
+        elif step.speaks_of_slots(mask):
+            additive = _additive(mask, key)
+        else:
+            additive = _masked(_at_slots(step, mask, key), step.visible().unsqueeze(1), key)
+        if bias is not None:
+            additive = additive + _at_slots(step, bias, key)  # [B, H, W, S]
+        return _fold_mask(additive, groups)
+
+    return step.memo(("pool", id(mask), id(bias), groups, key.dtype, key.device), (mask, bias), make)
+
+
+def _cross_mask(
+    step: FoldedStep, mask: torch.Tensor | None, bias: torch.Tensor | None, key: torch.Tensor, groups: int
+) -> torch.Tensor | None:
+    """Additive mask over the encoder's positions, ``[B, 1 or Hkv, G·W or 1, L]``, or None."""
+    if mask is None and bias is None:
+        return None
+
+    def make() -> torch.Tensor:
+        additive = torch.zeros(1, 1, 1, 1, dtype=key.dtype, device=key.device)
+        if mask is not None:
+            per_prompt = _per_prompt(step, mask)
+            additive = _additive(per_prompt, key) if per_prompt.dtype == torch.bool else per_prompt.to(key)
+        if bias is not None:
+            additive = additive + _per_prompt(step, bias).to(key)
+        shape = (step.batch_size, additive.shape[1], step.num_beams, key.shape[2])
+        return _fold_mask(additive.expand(shape), groups)
+
+    return step.memo(("cross", id(mask), id(bias), groups, key.dtype, key.device), (mask, bias), make)
+
+
+def _per_prompt(step: FoldedStep, tensor: torch.Tensor) -> torch.Tensor:
+    """First row of each prompt of a tensor with 1, `B` or `B·W` rows."""
+    if tensor.shape[0] in (1, step.batch_size):
+        return tensor
+    if tensor.shape[0] != step.batch_size * step.num_beams:
+        raise CannotFoldError(f"a mask has {tensor.shape[0]} rows; expected 1, {step.batch_size} or one per beam")
+    return tensor[:: step.num_beams]
+
+
+def _at_slots(step: FoldedStep, over_positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Gather ``[rows, h, 1, positions]`` at the position that each slot holds: ``[B, h, 1, S]``."""
+    per_prompt = _per_prompt(step, over_positions)
+    if per_prompt.shape[2] != 1 or per_prompt.shape[3] < step.index.prompt_length + step.index.paths.shape[1]:
+        raise CannotFoldError(f"a mask or bias of shape {tuple(over_positions.shape)} does not cover all positions")
+    positions = step.positions().to(key.device)[:, None, None, :]  # [B, 1, 1, S]
+    shape = (step.batch_size, per_prompt.shape[1], 1, -1)
+    return per_prompt.to(key.device).expand(shape).gather(3, positions.expand(shape))
+
+
+def _additive(allowed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """0 where allowed, -inf elsewhere, in the keys' dtype and on their device."""
+    zeros = torch.zeros(allowed.shape, dtype=key.dtype, device=key.device)
+    return zeros.masked_fill_(~allowed.to(key.device), -torch.inf)
+
+
+def _masked(over_slots: torch.Tensor, visible: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A bool or additive ``[B, h, 1, S]`` narrowed to what each beam sees: ``[B, h, W, S]``, additive."""
+    visible = visible.to(key.device)
+    if over_slots.dtype == torch.bool:
+        return _additive(over_slots & visible, key)
+    return over_slots.to(key.dtype).masked_fill(~visible, -torch.inf)
+
+
+def _fold_mask(additive: torch.Tensor, groups: int) -> torch.Tensor:
+    """``[B, 1 or H, W, S]`` to ``[B, 1 or Hkv, G·W, S]``, in the order of `fold`."""
+    batch, heads, beams, slots = additive.shape
+    if heads == 1:
+        return additive.unsqueeze(2).expand(-1, -1, groups, -1, -1).reshape(batch, 1, groups * beams, slots)
+    return additive.reshape(batch, heads // groups, groups * beams, slots)
+
+
+def _explicit_attention(query, key, value, mask, scaling, softcap, sinks):
+    """Attention written out, for what SDPA does not offer: soft-capped scores and attention sinks."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.transpose(-1, -2) * scale  # [B, Hkv, G·W, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    sink = sinks.flatten(2).unsqueeze(-1).expand(scores.shape[0], -1, -1, 1).to(scores.dtype)
+    weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1, dtype=torch.float32)
+    return weights[..., :-1].to(value.dtype) @ value

@@ -1,0 +1,382 @@
+"""`PagedBeamCache`: the transformers cache whose layers share one pool index.
+
+Two callers drive it:
+
+- our own search calls `begin_decode`, then `fork` once per step (parents in, slots out), and never copies;
+- transformers' own search calls `reorder_cache`: the first call ends the prompt, each one is a `fork`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from .. import versions
+from .index import BeamIndex
+from .layers import CrossLayer, PoolLayer, one_row_per_prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheUsage:
+    """What a cache holds. Slots are counted over all prompts, in one layer; bytes over all layers.
+
+    Attributes:
+        slots: slots in use, the prompts' and up to the high-water mark of the trees.
+        live: slots that some beam sees.
+        free: slots in use that no beam sees; they are reused first.
+        bytes_held: bytes of key and value storage, spare room and cross-attention included.
+        bytes_live: bytes of the live slots and of the cross-attention.
+        bytes_separate: bytes that `num_beams` separate sequences per prompt would hold.
+    """
+
+    slots: int
+    live: int
+    free: int
+    bytes_held: int
+    bytes_live: int
+    bytes_separate: int
+
+
+class BeamVerbs:
+    """What a search may ask of the cache; shared by the decoder-only and the encoder-decoder form."""
+
+    index: BeamIndex
+
+    def indexed_layers(self) -> list[PoolLayer | CrossLayer]:
+        """All layers that keep their data in the pool or once per prompt."""
+        raise NotImplementedError
+
+    def row_layers(self) -> list[Any]:
+        """Layers of transformers' own that keep one row per beam (recurrent state and the like)."""
+        return [layer for layer in self._decoder_layers() if not isinstance(layer, PoolLayer)]
+
+    def _decoder_layers(self) -> list[Any]:
+        raise NotImplementedError
+
+    @property
+    def num_beams(self) -> int:
+        return self.index.num_beams
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether some layer keeps a recurrent state per beam."""
+        return any(versions.is_recurrent(layer) for layer in self.row_layers())
+
+    @property
+    def can_fold(self) -> bool:
+        """Whether every attention layer of this cache lives in the pool."""
+        return not any(versions.is_attention(layer) for layer in self.row_layers())
+
+    def begin_decode(self, batch_size: int, device: torch.device) -> None:
+        """Close the prompt: `num_beams` beams per prompt stand at its end.
+
+        Args:
+            batch_size: `B`, prompts.
+            device: where index tables live.
+        """
+        length = max((layer.length for layer in self._pool_layers()), default=0)
+        for layer in self.indexed_layers():
+            layer.wide_prompt = False
+        self.index.begin_decode(batch_size, length, device)
+        first_rows = torch.arange(batch_size, device=device).repeat_interleave(self.num_beams)
+        self._reorder_rows(first_rows)
+
+    def fork(self, parents: torch.Tensor) -> torch.Tensor:
+        """Let beams continue their parents, and give each a slot for its next token.
+
+        Args:
+            parents: ``[B·W]`` int64, row that each beam continues, counted over the whole batch.
+
+        Returns:
+            0-dim int64: slots in use; the host must hand it to `grow` before the next forward pass.
+        """
+        self._reorder_rows(parents)
+        return self.index.fork(parents)
+
+    def grow(self, tree_slots: int) -> None:
+        """Make room for `tree_slots` slots beside the prompt (the pools grow when they are next written)."""
+        self.index.set_high_water(tree_slots)
+
+    def rewind(self, row_layers: list[Any] | None = None) -> None:
+        """Forget what the current step wrote, so that it can be run again.
+
+        Args:
+            row_layers: copies of `row_layers`, made before the step, to be put back.
+        """
+        for layer in self.indexed_layers():
+            layer.rewind()
+        if row_layers is not None:
+            layers = self._decoder_layers()
+            copies = iter(row_layers)
+            layers[:] = [layer if isinstance(layer, PoolLayer) else next(copies) for layer in layers]
+
+    def end(self) -> None:
+        """Close the search: slots given for a next token are taken back."""
+        for layer in self.indexed_layers():
+            layer.rewind()
+        self.index.drop_pending()
+
+    def accept_wide_prompt(self, wide: bool) -> None:
+        """Say whether the prompt will arrive as one row per beam (True) or as one row per prompt (False)."""
+        for layer in self.indexed_layers():
+            layer.wide_prompt = wide
+
+    def usage(self) -> CacheUsage:
+        """Count slots and bytes; reads values on the host, so not for use inside a search."""
+        layers = self._pool_layers()
+        per_token = sum(layer.bytes_per_token() for layer in layers)
+        length = max((layer.length for layer in layers), default=0)
+        index = self.index
+        cross = [layer for layer in self.indexed_layers() if isinstance(layer, CrossLayer)]
+        cross_bytes = sum(layer.held_bytes() for layer in cross)
+        rows = next((layer._keys.shape[0] for layer in layers if layer._keys is not None), 0)
+        slots = rows * (index.prompt_length + index.tree_slots) if index.decoding else rows * length
+        live = slots
+        if index.decoding:
+            live = rows * index.prompt_length + int(index.live().sum())
+        return CacheUsage(
+            slots=slots,
+            live=live,
+            free=slots - live,
+            bytes_held=sum(layer.held_bytes() for layer in layers) + cross_bytes,
+            bytes_live=live * per_token + cross_bytes,
+            bytes_separate=rows * self.num_beams * length * per_token + cross_bytes * self.num_beams,
+        )
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every slot is live or free, and every beam's path is whole."""
+        self.index.check()
+        for layer in self._pool_layers():
+            if layer._keys is None or not self.index.decoding:
+                continue
+            steps = layer.length - self.index.prompt_length
+            if steps not in (self.index.paths.shape[1], self.index.paths.shape[1] - 1):
+                raise AssertionError(f"{layer} wrote {steps} steps, the index knows {self.index.paths.shape[1]}")
+            written = layer._keys.shape[2] - self.index.prompt_length
+            if steps and written < int(self.index.paths[:, :steps].max()) + 1:
+                raise AssertionError(f"{layer} has {written} tree slots, a path names a higher one")
+        usage = self.usage()
+        if usage.live + usage.free != usage.slots or usage.free < 0:
+            raise AssertionError(f"slots are neither live nor free: {usage}")
+
+    def _pool_layers(self) -> list[PoolLayer]:
+        return [layer for layer in self.indexed_layers() if isinstance(layer, PoolLayer)]
+
+    def _reorder_rows(self, parents: torch.Tensor) -> None:
+        for layer in self.row_layers():
+            layer.reorder_cache(parents)
+
+    def _stock_reorder(self, beam_idx: torch.Tensor) -> None:
+        """One step of transformers' own search: `beam_idx` ``[B·W]`` int, rows counted over the batch."""
+        parents = beam_idx.to(torch.int64)
+        if not self.index.decoding:
+            self._end_wide_prompt(parents)
+        self.index.set_high_water(int(self.index.fork(parents)))  # host read: transformers' loop, not ours
+
+    def _end_wide_prompt(self, parents: torch.Tensor) -> None:
+        own = torch.arange(parents.shape[0], device=parents.device) // self.num_beams
+        if not torch.equal(parents // self.num_beams, own):
+            raise ValueError(
+                f"the cache was made for num_beams={self.num_beams}, but generate() reorders beams of another number. "
+                f"Make the cache with the num_beams that generate() is called with."
+            )
+        self.accept_wide_prompt(False)
+        length = max((layer.length for layer in self._pool_layers()), default=0)
+        self.index.begin_decode(parents.shape[0] // self.num_beams, length, parents.device)
+
+
+class PagedBeamCache(BeamVerbs, Cache):
+    """A cache that stores each token of the beam tree once.
+
+    Args:
+        config: the model's configuration. For an encoder-decoder configuration the object made is a
+            `PagedBeamEncoderDecoderCache`.
+        num_beams: `W`, beams per prompt, at least 1.
+
+    As ``model.generate(..., num_beams=W, past_key_values=PagedBeamCache(model.config, num_beams=W))`` it serves
+    transformers' own search; ``custom_generate="hf_paged_beam"`` makes its own.
+
+    Raises:
+        ValueError: if `num_beams` is no positive integer, and, while in use, if rows show another `num_beams`.
+    """
+
+    def __new__(cls, config: PreTrainedConfig | None = None, num_beams: int = 1, *args, **kwargs):
+        if cls is PagedBeamCache and config is not None and config.is_encoder_decoder:
+            return PagedBeamEncoderDecoderCache(config, num_beams)
+        return super().__new__(cls)
+
+    def __init__(self, config: PreTrainedConfig, num_beams: int, *, index: BeamIndex | None = None):
+        if isinstance(num_beams, bool) or not isinstance(num_beams, int) or num_beams < 1:
+            raise ValueError(f"num_beams must be an integer of at least 1, but got {num_beams!r}")
+        self.index = BeamIndex(num_beams) if index is None else index
+        layers = [self._our_layer(layer) for layer in versions.stock_layers(config)]
+        if layers:
+            super().__init__(layers=layers)
+        else:
+            super().__init__(layer_class_to_replicate=lambda: PoolLayer(self.index))
+        self._stock_driven = True
+        self.accept_wide_prompt(True)
+
+    def __repr__(self) -> str:
+        return _describe(self, "PagedBeamCache", len(self.layers))
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
+            layer = self.layer_class_to_replicate()
+            layer.wide_prompt = self._stock_driven and not self.index.decoding
+            self.layers.append(layer)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def accept_wide_prompt(self, wide: bool) -> None:
+        self._stock_driven = wide
+        super().accept_wide_prompt(wide)
+
+    def indexed_layers(self) -> list[PoolLayer | CrossLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PoolLayer)]
+
+    def _decoder_layers(self) -> list[Any]:
+        return self.layers
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._reorder_rows(beam_idx)
+        self._stock_reorder(beam_idx)
+
+    def reset(self) -> None:
+        super().reset()
+        self.index.reset()
+
+    def to_dynamic(self) -> DynamicCache:
+        """transformers' own layout: one row per beam, ``[B·W, Hkv, length, D]`` in each layer."""
+        dynamic = DynamicCache()
+        for number, layer in enumerate(self.layers):
+            if layer.keys is not None:
+                dynamic.update(layer.keys, layer.values, number)
+        return dynamic
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
+    def _our_layer(self, stock_layer: Any) -> Any:
+        if versions.is_plain_attention(stock_layer):
+            return PoolLayer(self.index, getattr(stock_layer, "sliding_window", None))
+        return stock_layer
+
+
+class _CrossCache(Cache):
+    """Cross-attention layers, made as the model asks for them."""
+
+    def __init__(self, index: BeamIndex):
+        self.wide_prompt = False
+        super().__init__(layer_class_to_replicate=lambda: self._layer(index))
+
+    def _layer(self, index: BeamIndex) -> CrossLayer:
+        layer = CrossLayer(index)
+        layer.wide_prompt = self.wide_prompt
+        return layer
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Nothing moves: all beams of a prompt share the encoder's keys and values."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
+
+class PagedBeamEncoderDecoderCache(BeamVerbs, EncoderDecoderCache):
+    """`PagedBeamCache` for encoder-decoder models: a pool for self-attention, one row per prompt for cross-attention.
+
+    Args:
+        config: the model's configuration.
+        num_beams: `W`, beams per prompt, at least 1.
+    """
+
+    def __init__(self, config: PreTrainedConfig, num_beams: int):
+        self_attention = PagedBeamCache.__new__(PagedBeamCache)
+        self_attention.__init__(config, num_beams)
+        self.index = self_attention.index
+        super().__init__(self_attention, _CrossCache(self.index))
+        self.accept_wide_prompt(True)
+
+    def __repr__(self) -> str:
+        return _describe(self, "PagedBeamEncoderDecoderCache", len(self.self_attention_cache.layers))
+
+    def indexed_layers(self) -> list[PoolLayer | CrossLayer]:
+        return [*self.self_attention_cache.indexed_layers(), *self.cross_attention_cache.layers]
+
+    def _decoder_layers(self) -> list[Any]:
+        return self.self_attention_cache.layers
+
+    def accept_wide_prompt(self, wide: bool) -> None:
+        self.self_attention_cache.accept_wide_prompt(wide)
+        self.cross_attention_cache.wide_prompt = wide
+        super().accept_wide_prompt(wide)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._reorder_rows(beam_idx)
+        self._stock_reorder(beam_idx)
+
+    def reset(self) -> None:
+        super().reset()
+        self.index.reset()
+
+    def to_dynamic(self) -> EncoderDecoderCache:
+        """transformers' own layout: one row per beam in self- and cross-attention."""
+        cross = DynamicCache()
+        for number, layer in enumerate(self.cross_attention_cache.layers):
+            if layer.keys is not None:
+                cross.update(layer.keys, layer.values, number)
+        return EncoderDecoderCache(self.self_attention_cache.to_dynamic(), cross)
+
+
+def _describe(cache: BeamVerbs, name: str, layers: int) -> str:
+    usage = cache.usage()
+    return (
+        f"{name}(layers={layers}, num_beams={cache.num_beams}, batch_size={cache.index.batch_size}, "
+        f"prompt_length={cache.index.prompt_length}, slots={usage.slots}, live={usage.live}, free={usage.free}, "
+        f"MiB={usage.bytes_held / 2**20:.1f}, separate_MiB={usage.bytes_separate / 2**20:.1f})"
+    )
+
+
+def adopt_prefix(prefix: Cache, config: PreTrainedConfig, num_beams: int, batch_size: int) -> Any:
+    """A `PagedBeamCache` that begins with the keys and values of another cache, which stays as it is.
+
+    Args:
+        prefix: a cache with ``B`` or ``B·W`` rows; in the second case the rows of one prompt must be equal.
+        config: the model's configuration.
+        num_beams: `W`.
+        batch_size: `B`.
+
+    Raises:
+        ValueError: if the number of rows is neither, or rows of one prompt differ.
+        NotImplementedError: if the prefix holds anything but whole keys and values of attention layers.
+    """
+    cache = PagedBeamCache(config, num_beams)
+    cache.accept_wide_prompt(False)
+    ours, theirs = cache, prefix
+    if isinstance(prefix, EncoderDecoderCache):
+        ours, theirs = cache.self_attention_cache, prefix.self_attention_cache
+        _adopt_layers(prefix.cross_attention_cache, cache.cross_attention_cache, num_beams, batch_size)
+        cache.is_updated = dict(prefix.is_updated)
+    _adopt_layers(theirs, ours, num_beams, batch_size)
+    return cache
+
+
+def _adopt_layers(theirs: Cache, ours: Cache, num_beams: int, batch_size: int) -> None:
+    for number, layer in enumerate(theirs.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or keys.shape[-2] != layer.get_seq_length():
+            raise NotImplementedError(f"layer {number} of the given cache, {layer}, does not hold its whole prefix")
+        if keys.shape[0] == batch_size * num_beams:
+            keys, values = one_row_per_prompt(keys, num_beams), one_row_per_prompt(values, num_beams)
+        elif keys.shape[0] != batch_size:
+            raise ValueError(
+                f"the given cache has {keys.shape[0]} rows; expected {batch_size} (one per prompt) or "
+                f"{batch_size * num_beams} (one per beam)"
+            )
+        ours.update(keys, values, number)

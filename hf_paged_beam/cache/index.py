@@ -1,0 +1,144 @@
+"""Which slot of the pool holds which token of which beam.
+
+A beam is a row of slot numbers. Its first `P` tokens, the prompt, stand in slots ``0..P-1`` of the prompt's pool and
+need no table. What it generated is one row of `paths`:
+
+    paths: [beam, generated position] -> slot, counted from the end of the prompt
+
+    prompt 0, two beams after three steps:     slots of prompt 0 (P = 4)
+        beam 0: 0 2 4                             0 1 2 3 | 4 5 6 7 8 ...
+        beam 1: 0 3 5                             prompt  | 0 1 2 3 4 ...   <- numbers in `paths`
+
+Both beams share the token in slot 0. Slot 1 holds a token that no beam's path names any more: it is free, and will
+be reused. Whether a slot is live is derived from the table, not counted: a slot is live if some path names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class BeamIndex:
+    """The index table shared by all layers of a `PagedBeamCache`.
+
+    Attributes:
+        num_beams: `W`, beams per prompt.
+        batch_size: `B`, prompts; 0 until the prompt is complete.
+        prompt_length: `P`, tokens of the prompt (columns, padding included); 0 until the prompt is complete.
+        paths: ``[B·W, t]`` int64, tree slot of each generated position of each beam; None during the prompt.
+        tree_slots: slots in use beside the prompt's, a high-water mark kept on the host; every number in `paths`
+            is smaller.
+        folded: whether layers answer with the pool (for the folded attention) or with one row per beam.
+        handed: in a folded step, the key tensors that layers gave to the model, by identity, with their layer.
+    """
+
+    def __init__(self, num_beams: int):
+        self.num_beams = num_beams
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the prompt and all beams."""
+        self.batch_size = 0
+        self.prompt_length = 0
+        self.tree_slots = 0
+        self.paths: torch.Tensor | None = None
+        self.folded = False
+        self.handed: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the prompt is complete, so that each further token belongs to one beam alone."""
+        return self.paths is not None
+
+    def begin_decode(self, batch_size: int, prompt_length: int, device: torch.device) -> None:
+        """Close the prompt: from here on there are `num_beams` beams per prompt, all at the prompt's end."""
+        self.batch_size, self.prompt_length = batch_size, prompt_length
+        self.paths = torch.empty(batch_size * self.num_beams, 0, dtype=torch.int64, device=device)
+
+    def fork(self, parents: torch.Tensor) -> torch.Tensor:
+        """Let each beam continue the beam that `parents` names, and give each a slot for its next token.
+
+        Args:
+            parents: ``[B·W]`` int64, row (counted over the batch) that each beam continues.
+
+        Returns:
+            ``0-dim`` int64: the new high-water mark, to be given to `set_high_water` once it was read by the host.
+        """
+        inherited = self.paths.index_select(0, parents)  # [B·W, t]
+        slots = self._lowest_free(inherited)  # [B, W]
+        self.paths = torch.cat([inherited, slots.reshape(-1, 1)], dim=1)
+        return slots.max() + 1
+
+    def set_high_water(self, tree_slots: int) -> None:
+        """Tell how many tree slots the last `fork` reached. Slots once used stay counted."""
+        self.tree_slots = max(self.tree_slots, tree_slots)
+
+    def drop_pending(self) -> None:
+        """Take back the slots that the last `fork` gave."""
+        self.paths = self.paths[:, :-1].contiguous()
+
+    def _lowest_free(self, paths: torch.Tensor) -> torch.Tensor:
+        """The `W` lowest slots of each prompt that no path names: ``[B, W]`` int64."""
+        live = self._mark(paths, self.tree_slots + self.num_beams)
+        free_so_far = live.logical_not_().cumsum(-1)  # [B, S] number of free slots up to and including each
+        wanted = torch.arange(1, self.num_beams + 1, device=paths.device).expand(self.batch_size, -1)
+        return torch.searchsorted(free_so_far, wanted.contiguous())
+
+    def _mark(self, paths: torch.Tensor, slots: int) -> torch.Tensor:
+        """``[B, slots]`` bool: which tree slots the given paths name."""
+        marks = torch.zeros(self.batch_size, slots, dtype=torch.bool, device=paths.device)
+        return marks.scatter_(1, paths.view(self.batch_size, -1), True)
+
+    def live(self) -> torch.Tensor:
+        """``[B, tree_slots]`` bool: which tree slots some beam names."""
+        return self._mark(self.paths, self.tree_slots)
+
+    def visible(self) -> torch.Tensor:
+        """``[B, W, P + tree_slots]`` bool: which slots each beam sees: the prompt's and those on its path."""
+        shape = (self.paths.shape[0], self.prompt_length + self.tree_slots)
+        seen = torch.zeros(shape, dtype=torch.bool, device=self.paths.device)
+        seen[:, : self.prompt_length] = True
+        seen[:, self.prompt_length :].scatter_(1, self.paths, True)
+        return seen.view(self.batch_size, self.num_beams, -1)
+
+    def positions(self) -> torch.Tensor:
+        """``[B, P + tree_slots]`` int64: the cache position of the token that each slot holds (0 where it is free)."""
+        steps = self.paths.shape[1]
+        generated = torch.arange(self.prompt_length, self.prompt_length + steps, device=self.paths.device)
+        held = torch.zeros(
+            self.batch_size, self.prompt_length + self.tree_slots, dtype=torch.int64, device=self.paths.device
+        )
+        held[:, : self.prompt_length] = torch.arange(self.prompt_length, device=self.paths.device)
+        source = generated.expand(self.batch_size, self.num_beams, -1).reshape(self.batch_size, -1)
+        held[:, self.prompt_length :].scatter_(1, self.paths.view(self.batch_size, -1), source)
+        return held
+
+    def write_slots(self) -> torch.Tensor:
+        """``[B, W]`` int64: the pool slot (prompt included) of the token that each beam is about to write."""
+        return self.paths[:, -1].view(self.batch_size, self.num_beams) + self.prompt_length
+
+    def rows(self, length: int) -> torch.Tensor:
+        """``[B, W, length]`` int64: the pool slots of each beam's first `length` positions, in order."""
+        prompt = torch.arange(min(length, self.prompt_length), device=self.paths.device)
+        prompt = prompt.expand(self.paths.shape[0], -1)
+        generated = self.paths[:, : max(length - self.prompt_length, 0)] + self.prompt_length
+        return torch.cat([prompt, generated], dim=1).view(self.batch_size, self.num_beams, -1)
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless the table is a forest: numbers in range, one way from the root to each slot."""
+        if self.paths is None:
+            return
+        per_prompt = self.paths.view(self.batch_size, self.num_beams, -1).tolist()  # host read: not in a search
+        for prompt, paths in enumerate(per_prompt):
+            ancestors: dict[int, tuple[int, ...]] = {}
+            for path in paths:
+                for depth, slot in enumerate(path):
+                    above = tuple(path[:depth])
+                    if not 0 <= slot < self.tree_slots:
+                        raise AssertionError(f"prompt {prompt}: slot {slot} is outside 0..{self.tree_slots - 1}")
+                    if slot in above:
+                        raise AssertionError(f"prompt {prompt}: slot {slot} stands twice on path {path}")
+                    if ancestors.setdefault(slot, above) != above:
+                        raise AssertionError(f"prompt {prompt}: slot {slot} is shared by paths that differ above it")

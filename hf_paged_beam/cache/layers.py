@@ -1,0 +1,251 @@
+"""Cache layers over a pool of slots.
+
+    prompt:   keys [B, Hkv, P, D] are appended as they come, one row per prompt
+    decode:   keys [B·W, Hkv, 1, D] are written into the slots that the index gave to the beams
+    read:     folded   -> the pool itself, [B, Hkv, P + tree slots, D], no copy
+              gathered -> one row per beam, [B·W, Hkv, length, D], copied out of the pool
+
+A prompt may arrive as one row per beam (transformers' own search does that): the rows of a prompt are checked to be
+equal, and one is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .index import BeamIndex
+
+GROWTH = 8
+"""A pool that must grow is made larger by one part in `GROWTH` than it must be, so that growth is rare."""
+
+ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference, relative to the largest entry, between rows that a model computed from equal prompts."""
+
+
+def one_row_per_prompt(states: torch.Tensor, num_beams: int) -> torch.Tensor:
+    """Keep one of the `num_beams` equal rows of each prompt: ``[B·W, ...]`` to ``[B, ...]``.
+
+    Raises:
+        ValueError: if the number of rows is no multiple of `num_beams`, or rows of one prompt differ.
+    """
+    if states.shape[0] % num_beams:
+        raise ValueError(
+            f"the cache was made for num_beams={num_beams}, but got {states.shape[0]} rows, which is no multiple of it. "
+            f"Make the cache with the num_beams that generate() is called with."
+        )
+    rows = states.unflatten(0, (-1, num_beams))  # [B, W, Hkv, P, D]
+    first = rows[:, :1]
+    if states.numel():
+        limit = ROW_TOLERANCE.get(states.dtype, 0.0) * states.abs().max()
+        if (rows - first).abs().max() > limit:
+            raise ValueError(
+                f"the {num_beams} rows of one prompt hold different keys or values. The cache shares one prompt between "
+                f"num_beams={num_beams} beams: call generate() with that num_beams, and pass a prefix that is equal "
+                f"for all beams of a prompt."
+            )
+    return rows[:, 0].contiguous()
+
+
+class _IndexedLayer(CacheLayerMixin):
+    """What the pool layer and the cross-attention layer share: storage, and reading in three ways."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, index: BeamIndex):
+        # The base class assigns `keys` and `values`, which are computed here.
+        self.index = index
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self.wide_prompt = False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._keys is not None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Keys as the model must see them now; see the module's header."""
+        keys = self.read(self._keys)
+        if self.index.folded and keys is not None:
+            self.index.handed[id(keys)] = (keys, self)
+        return keys
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Values as the model must see them now."""
+        return self.read(self._values)
+
+    def read(self, stored: torch.Tensor | None) -> torch.Tensor | None:
+        raise NotImplementedError
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool is made from the prompt."""
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self._keys = self._values = None
+        self.wide_prompt = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Nothing moves: the index was reordered."""
+
+    def held_bytes(self) -> int:
+        """Bytes of key and value storage."""
+        stored = (self._keys, self._values)
+        return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's key and value."""
+        stored = (self._keys, self._values)
+        return sum(
+            tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in stored if tensor is not None
+        )
+
+    def _keep_prompt(self, states: torch.Tensor) -> torch.Tensor:
+        return one_row_per_prompt(states, self.index.num_beams) if self.wide_prompt else states
+
+    def _as_rows(self, states: torch.Tensor) -> torch.Tensor:
+        """``[B, ...]`` to ``[B·W, ...]``: a view where there is one prompt, else a copy."""
+        width = self.index.num_beams
+        return states.unsqueeze(1).expand(-1, width, *states.shape[1:]).flatten(0, 1)
+
+
+class PoolLayer(_IndexedLayer):
+    """Self-attention keys and values of one layer: one slot per node of the beam tree.
+
+    Args:
+        index: the table shared by all layers.
+        sliding_window: the layer's window in tokens, or None. All slots are kept: the mask decides what is seen.
+    """
+
+    def __init__(self, index: BeamIndex, sliding_window: int | None = None):
+        super().__init__(index)
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.length = 0  # cache positions written: the prompt's, then one per step
+
+    def __repr__(self) -> str:
+        shape = None if self._keys is None else tuple(self._keys.shape)
+        return f"PoolLayer(length={self.length}, pool={shape})"
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Store new keys and values, and return all that the queries of this step may see.
+
+        Args:
+            key_states, value_states: during the prompt ``[B, Hkv, q, D]`` (or ``[B·W, ...]`` where the cache was told
+                so), then ``[B·W, Hkv, 1, D]``.
+
+        Returns:
+            Keys and values: see the module's header.
+        """
+        if not self.index.decoding:
+            return self._append_prompt(key_states, value_states)
+        if key_states.shape[-2] != 1:
+            raise ValueError(f"a beam takes one token per step, but got {key_states.shape[-2]}")
+        self.write(key_states, value_states)
+        return self.keys, self.values
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Write one token per beam into the slots that the index gave it."""
+        slots = self.index.write_slots()  # [B, W]
+        self._keys = self._store(self._keys, key_states, slots)
+        self._values = self._store(self._values, value_states, slots)
+        self.length = self.index.prompt_length + self.index.paths.shape[1]
+
+    def rewind(self) -> None:
+        """Undo the last `write`, so that the same step can be run again."""
+        self.length = self.index.prompt_length + self.index.paths.shape[1] - 1
+
+    def read(self, stored: torch.Tensor | None) -> torch.Tensor | None:
+        if stored is None:
+            return None
+        if not self.index.decoding:
+            return self._as_rows(stored) if self.wide_prompt else stored
+        if self.index.folded:
+            return stored[:, :, : self.index.prompt_length + self.index.tree_slots]
+        return self._gather(stored)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.length = 0
+
+    def _append_prompt(self, key_states: torch.Tensor, value_states: torch.Tensor):
+        key_rows, value_rows = self._keep_prompt(key_states), self._keep_prompt(value_states)
+        if self._keys is None:
+            self._keys, self._values = key_rows, value_rows
+            self.length = key_rows.shape[-2]
+            return key_states, value_states
+        self._keys = torch.cat([self._keys, key_rows], dim=-2)
+        self._values = torch.cat([self._values, value_rows], dim=-2)
+        self.length = self._keys.shape[-2]
+        return self.keys, self.values
+
+    def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Write ``[B·W, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[B, W]``; the pool grows if it must."""
+        needed = self.index.prompt_length + self.index.tree_slots
+        if pool.shape[2] < needed:
+            pool = self._grown(pool, needed + needed // GROWTH)
+        batch, width = slots.shape
+        slots = slots.to(pool.device)
+        if batch == 1:
+            pool[0].index_copy_(1, slots[0], states.squeeze(2).transpose(0, 1))
+            return pool
+        prompt = torch.arange(batch, device=pool.device).unsqueeze(1)
+        pool[prompt, :, slots] = states.view(batch, width, *states.shape[1:2], states.shape[-1])
+        return pool
+
+    @staticmethod
+    def _grown(pool: torch.Tensor, slots: int) -> torch.Tensor:
+        # Zeroed, not merely allocated: a slot that no beam sees still meets the mask, and NaN would survive it.
+        larger = pool.new_zeros(*pool.shape[:2], slots, pool.shape[3])
+        larger[:, :, : pool.shape[2]] = pool
+        return larger
+
+    def _gather(self, stored: torch.Tensor) -> torch.Tensor:
+        """``[B, Hkv, S, D]`` to ``[B·W, Hkv, length, D]``."""
+        rows = self.index.rows(self.length).to(stored.device)  # [B, W, length]
+        prompt = torch.arange(rows.shape[0], device=stored.device).view(-1, 1, 1)
+        return stored.transpose(1, 2)[prompt, rows].flatten(0, 1).transpose(1, 2)
+
+
+class CrossLayer(_IndexedLayer):
+    """Cross-attention keys and values of one layer: one row per prompt, for the whole search."""
+
+    is_sliding = False
+
+    def __repr__(self) -> str:
+        return f"CrossLayer(stored={None if self._keys is None else tuple(self._keys.shape)})"
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Keep the encoder's keys and values, ``[B, H, L, D]`` (or one row per beam, of which one is kept)."""
+        self._keys, self._values = self._keep_prompt(key_states), self._keep_prompt(value_states)
+        return key_states, value_states
+
+    def read(self, stored: torch.Tensor | None) -> torch.Tensor | None:
+        if stored is None or (self.index.decoding and self.index.folded):
+            return stored
+        wide = self.index.decoding or self.wide_prompt
+        return self._as_rows(stored) if wide else stored
+
+    def get_seq_length(self) -> int:
+        return 0 if self._keys is None else self._keys.shape[-2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def rewind(self) -> None:
+        """Nothing was written."""

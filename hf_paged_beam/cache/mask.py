@@ -1,0 +1,63 @@
+"""The mask of a folded step, registered with transformers' `AttentionMaskInterface`.
+
+transformers describes a mask by a function of indices, ``mask_function(batch, head, query position, key position)``.
+Here the key positions are those that the *slots* hold, so that sliding windows, chunks, padding and every other rule
+of that kind need no code of their own. What a beam may see at all is the index table's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+from .. import versions
+from .step import current_step
+
+
+def pool_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs,
+) -> torch.Tensor | None:
+    """Mask over the pool: ``[B, 1, W, P + tree slots]`` bool, True where a beam sees a slot.
+
+    A mask that is not about the pool (cross-attention: its queries have no offset) is made as for SDPA, with one row
+    per prompt. The arguments are those of transformers' mask functions.
+    """
+    step = current_step()
+    if step is None or q_offset == 0:
+        make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        return make(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs,
+        )  # fmt: skip
+    visible = step.visible()  # [B, W, S]
+    if mask_function is not causal_mask_function:
+        allowed = _at_slots(mask_function, q_offset, step.positions(), step.num_beams, use_vmap)
+        visible = visible & allowed.unsqueeze(1)
+    if attention_mask is not None:
+        per_prompt = attention_mask[:: attention_mask.shape[0] // step.batch_size]  # [B, length]
+        visible = visible & per_prompt.gather(1, step.positions()).to(torch.bool).unsqueeze(1)
+    return step.remember_mask(visible.unsqueeze(1))
+
+
+def _at_slots(
+    mask_function: Callable, query_position: int, positions: torch.Tensor, num_beams: int, use_vmap: bool
+) -> torch.Tensor:
+    """Evaluate the rule for each prompt's first beam at the positions its slots hold: ``[B, S]`` bool."""
+    device = positions.device
+    batch = torch.arange(positions.shape[0], device=device) * num_beams
+    query = torch.tensor(query_position, device=device)
+    if use_vmap:
+        return versions.evaluate_unbatched(mask_function, batch, query, positions)
+    head = torch.zeros((), dtype=torch.int64, device=device)
+    allowed = mask_function(batch.view(-1, 1, 1, 1), head, query, positions[:, None, None, :])
+    return allowed.expand(positions.shape[0], 1, 1, positions.shape[1])[:, 0, 0]

@@ -1,0 +1,91 @@
+"""What the attention and mask functions know of the step that is running.
+
+transformers calls them without the cache, so the running step stands in a context variable: set before the model's
+forward pass and cleared after it, also when it raises. Two threads can run two searches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+import torch
+
+from .index import BeamIndex
+from .layers import CrossLayer, PoolLayer
+
+_current: ContextVar[FoldedStep | None] = ContextVar("hf_paged_beam_step", default=None)
+
+
+class CannotFoldError(RuntimeError):
+    """The model does something with keys or masks that the folded attention cannot follow."""
+
+
+def current_step() -> FoldedStep | None:
+    """The folded step that is running in this thread, if any."""
+    return _current.get()
+
+
+class FoldedStep:
+    """One forward pass of all beams over the pool: what its layers share, computed once.
+
+    Args:
+        index: the index table.
+    """
+
+    def __init__(self, index: BeamIndex):
+        self.index = index
+        self.num_beams = index.num_beams
+        self.batch_size = index.batch_size
+        self._attended: set[int] = set()
+        self._memo: dict[tuple, tuple[tuple, torch.Tensor]] = {}
+        self._masks: dict[int, torch.Tensor] = {}
+
+    def visible(self) -> torch.Tensor:
+        """``[B, W, S]`` bool: the slots that each beam's path names."""
+        return self.memo(("visible",), (), self.index.visible)
+
+    def positions(self) -> torch.Tensor:
+        """``[B, S]`` int64: the cache position that each slot holds."""
+        return self.memo(("positions",), (), self.index.positions)
+
+    def remember_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Note that this mask speaks of slots, not of positions."""
+        self._masks[id(mask)] = mask
+        return mask
+
+    def speaks_of_slots(self, mask: torch.Tensor | None) -> bool:
+        """Whether a mask came from `remember_mask` in this step."""
+        return mask is not None and id(mask) in self._masks
+
+    def layer_that_handed(self, key: torch.Tensor) -> PoolLayer | CrossLayer | None:
+        """The layer whose keys these very tensor is, if it came from the cache in this step; its use is noted."""
+        handed = self.index.handed.get(id(key))
+        if handed is None:
+            return None
+        self._attended.add(id(handed[1]))
+        return handed[1]
+
+    def all_attended(self) -> bool:
+        """Whether the attention function received the keys of every layer that handed keys to the model."""
+        return len(self._attended) == len({id(layer) for _, layer in self.index.handed.values()})
+
+    def memo(self, key: tuple, sources: tuple, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Compute once per step; `sources` are kept alive so that an identity in `key` stays theirs."""
+        if key not in self._memo:
+            self._memo[key] = (sources, make())
+        return self._memo[key][1]
+
+
+@contextlib.contextmanager
+def running(step: FoldedStep) -> Iterator[FoldedStep]:
+    """Make `step` the current one while the model runs."""
+    step.index.folded = True
+    token = _current.set(step)
+    try:
+        yield step
+    finally:
+        _current.reset(token)
+        step.index.folded = False
+        step.index.handed.clear()

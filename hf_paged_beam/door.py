@@ -1,0 +1,281 @@
+"""How a call reaches the search.
+
+    model.generate(..., custom_generate="hf_paged_beam")   name hook -> `generate`
+    hf_paged_beam.generate(model, ...)                      `generate`
+    enable(model), PagedBeamMixin                           the model's own generate, with the name filled in
+    custom_generate=hf_paged_beam.beam_search               `beam_search`, after transformers repeated the inputs
+
+`generate` lets transformers prepare everything, exactly as for its own beam search, on a stand-in for the model that
+differs in two points: inputs are not repeated for every beam, and the decoding method is ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+from transformers.utils import logging
+
+from . import versions
+from .checks import check_arguments, check_prompt_fits, explain_out_of_memory
+from .generation import HandOver, SearchCall, SearchSettings, check_options, run_search
+
+NAME = "hf_paged_beam"
+"""What `custom_generate` is called with."""
+
+logger = logging.get_logger("hf_paged_beam")
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None = None,
+    *,
+    length_normalization: str = "length",
+    beam_attention: str = "auto",
+    **arguments: Any,
+) -> Any:
+    """Beam search over a paged cache, with the arguments of ``model.generate`` and its results.
+
+    Args:
+        model: any transformers model that can generate.
+        inputs: as in ``model.generate``.
+        length_normalization: what finished scores are divided by: "length" (``n ** length_penalty``, as transformers),
+            "gnmt" (``((5 + n) / 6) ** length_penalty``, Wu et al. 2016) or "none".
+        beam_attention: how keys are read: "folded" (one attention over the pool), "gathered" (one row per beam), or
+            "auto" (folded where the model allows it).
+        **arguments: everything else that ``model.generate`` takes.
+
+    Returns:
+        ``[B·n, L]`` int64, or with ``return_dict_in_generate=True`` transformers' output object with the fields
+        `token_logprobs`, `kv_usage` and `beam_path` added. A call that is none for a paged beam search (one beam,
+        assisted decoding, ``use_cache=False`` and so on) is handed over to transformers: the same call, the same result.
+
+    Raises:
+        ValueError: for an argument that is out of range; the message names it, what came and what is accepted.
+        RuntimeError: if the model's logits are not numbers; the message names the step.
+    """
+    check_options(length_normalization, beam_attention)
+    arguments.pop("trust_remote_code", None)
+    check_arguments(model, inputs, arguments)
+    if arguments.get("cache_implementation") == "paged":
+        del arguments["cache_implementation"]  # transformers would drop the beams; our cache is a paged one
+    stand_in = _PromptOnce(model, {"length_normalization": length_normalization, "beam_attention": beam_attention})
+    try:
+        return GenerationMixin.generate(stand_in, inputs, **arguments)
+    except HandOver as handed_over:
+        return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), handed_over)
+
+
+def beam_search(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    length_normalization: str = "length",
+    beam_attention: str = "auto",
+    **model_kwargs: Any,
+) -> Any:
+    """The search as a callable for ``custom_generate=``. transformers prepares, and repeats the inputs for each beam.
+
+    Args:
+        input_ids: ``[B·W, P]`` int64, the `W` rows of a prompt equal.
+        length_normalization, beam_attention: as in `generate`.
+
+    On this route transformers drops `tokenizer`, `streamer` and `synced_gpus`; ``custom_generate="hf_paged_beam"``
+    takes them all, and does not repeat the inputs.
+    """
+    width = generation_config.num_beams
+    options = {"length_normalization": length_normalization, "beam_attention": beam_attention}
+    prepared = {
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        "synced_gpus": synced_gpus,
+    }
+    mode = generation_config.get_generation_mode()
+    try:
+        if GENERATION_MODES_MAPPING[mode] != "_beam_search":
+            raise HandOver(f"{mode.value} is not beam search")
+        narrow_ids, narrow_kwargs = _one_row_per_prompt(input_ids, model_kwargs, width)
+        return _search(model, narrow_ids, options, **prepared, **narrow_kwargs)
+    except HandOver as handed_over:
+        method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+        return _mark_handed_over(method(model, input_ids, **prepared, **model_kwargs), handed_over)
+
+
+class PagedBeamMixin:
+    """Put before `GenerationMixin` (or a model class) among the bases: ``generate`` then searches over a paged cache.
+
+    ``class Mine(PagedBeamMixin, LlamaForCausalLM): ...``
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own ``generate``, with ``custom_generate="hf_paged_beam"`` unless another is named."""
+        if kwargs.get("custom_generate") is None:
+            kwargs["custom_generate"] = NAME
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Let plain ``model.generate(num_beams=W)``, and a pipeline, search over a paged cache.
+
+    Only this object is changed (its ``generate``), until `disable`. Calling it twice changes nothing more.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        TypeError: if the object has no ``generate``.
+    """
+    if not callable(getattr(type(model), "generate", None)):
+        raise TypeError(f"enable() takes a model with a generate method, but got {type(model).__name__}")
+    model.__dict__["generate"] = types.MethodType(_enabled_generate, model)
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `enable`; a model that was not enabled stays as it is. Returns the model itself."""
+    enabled = model.__dict__.get("generate")
+    if getattr(enabled, "__func__", None) is _enabled_generate:
+        del model.__dict__["generate"]
+    return model
+
+
+def _enabled_generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("custom_generate") is None:
+        kwargs["custom_generate"] = NAME
+    return type(self).generate(self, *args, **kwargs)
+
+
+def register_name() -> None:
+    """Let ``custom_generate="hf_paged_beam"`` find `generate` from anywhere; other names go to transformers untouched.
+
+    The one thing of transformers that is replaced: `GenerationMixin.load_custom_generate`, by a wrapper. Idempotent.
+    """
+    stock = GenerationMixin.load_custom_generate
+    if getattr(stock, "_knows_hf_paged_beam", False):
+        return
+
+    @functools.wraps(stock)
+    def load_custom_generate(self, pretrained_model_name_or_path=None, *args, **kwargs):
+        if pretrained_model_name_or_path == NAME:
+            return generate
+        return stock(self, pretrained_model_name_or_path, *args, **kwargs)
+
+    load_custom_generate._knows_hf_paged_beam = True
+    GenerationMixin.load_custom_generate = load_custom_generate
+
+
+class _PromptOnce:
+    """The model as `GenerationMixin.generate` sees it: everything is the model's own, but for what stands here."""
+
+    def __init__(self, model: PreTrainedModel, options: dict[str, str]):
+        self.__dict__.update(_model=model, _options=options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    @property
+    def __class__(self):
+        return type(self._model)
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        return input_ids, model_kwargs
+
+    def _get_logits_processor(self, *args: Any, model_kwargs: dict | None = None, **kwargs: Any) -> Any:
+        """Processors take one row per beam, so that what they read of the inputs is repeated for them."""
+        width = kwargs["generation_config"].num_beams or 1
+        repeated = {
+            name: given.repeat_interleave(width, dim=0)
+            for name, given in (model_kwargs or {}).items()
+            if name in ("attention_mask", "decoder_attention_mask") and isinstance(given, torch.Tensor)
+        }
+        return self._model._get_logits_processor(*args, model_kwargs={**(model_kwargs or {}), **repeated}, **kwargs)
+
+    def _beam_search(self, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        for dropped in ("tokenizer", "assistant_tokenizer"):
+            prepared.pop(dropped, None)
+        return _search(self._model, input_ids, self._options, **prepared)
+
+
+def _other_method(name: str) -> Callable:
+    def method(self, *args: Any, **kwargs: Any) -> Any:
+        raise HandOver(f"{name.strip('_')} is not beam search")
+
+    return method
+
+
+for _name in versions.OTHER_DECODING_METHODS:
+    setattr(_PromptOnce, _name, _other_method(_name))
+
+
+def _search(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    options: dict[str, str],
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    """Search with what transformers prepared, at one row per prompt."""
+    check_prompt_fits(model, input_ids, model_kwargs)
+    settings = SearchSettings.from_config(generation_config, input_ids.shape[1], **options)
+    call = SearchCall(
+        model=model,
+        input_ids=input_ids,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        config=generation_config,
+        settings=settings,
+        model_kwargs=model_kwargs,
+        synced_gpus=synced_gpus,
+    )
+    with explain_out_of_memory(input_ids.shape[0], settings.num_beams):
+        return run_search(call)
+
+
+def _one_row_per_prompt(
+    input_ids: torch.Tensor, model_kwargs: dict[str, Any], width: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Undo the repetition of `GenerationMixin._expand_inputs_for_generation`."""
+    rows = input_ids.shape[0]
+
+    def narrow(name: str, given: Any) -> Any:
+        if name == "encoder_outputs" and given is not None:
+            return type(given)(**{part: narrow(part, tensor) for part, tensor in given.items()})
+        if isinstance(given, torch.Tensor) and given.dim():
+            if given.dim() == 3 and name == "position_ids":
+                return given[:, ::width]
+            return given[::width] if given.shape[0] == rows else given
+        return given
+
+    uncertain = [name for name in ("mm_encoder_outputs", "pixel_values", "image_grid_thw") if model_kwargs.get(name)
+                 is not None]  # fmt: skip
+    if uncertain and input_ids.shape[0] > width:
+        raise ValueError(
+            f"custom_generate=hf_paged_beam.beam_search cannot tell which of the repeated {uncertain} belong to which "
+            f"prompt of a batch. Use custom_generate='hf_paged_beam', which is called before inputs are repeated."
+        )
+    return input_ids[::width], {name: narrow(name, given) for name, given in model_kwargs.items()}
+
+
+def _mark_handed_over(output: Any, handed_over: HandOver) -> Any:
+    """Say in the log, and on an output object, that transformers' own search ran."""
+    logger.info(f"handed over to transformers' own generate: {handed_over.reason}")
+    if not isinstance(output, torch.Tensor):
+        output.beam_path = "handed over"
+        output.handed_over_because = handed_over.reason
+    return output

@@ -1,0 +1,10 @@
+"""The search itself, in tensors. This folder knows nothing of slots: it calls the cache's verbs.
+
+Read `search` first: it lists the steps and the file of each.
+"""
+
+from .prompt import HandOver
+from .search import SearchCall, run_search
+from .settings import SearchSettings, check_counts, check_options
+
+__all__ = ["HandOver", "SearchCall", "SearchSettings", "check_counts", "check_options", "run_search"]

@@ -1,0 +1,68 @@
+"""One step of the search: candidates in, finished and running sequences out. A pure function of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from .lengths import LengthTables
+from .state import Candidates, Chosen, SearchState
+from .stopping import still_open
+
+
+def advance(
+    state: SearchState,
+    candidates: Candidates,
+    hits: torch.Tensor,
+    *,
+    length: int,
+    tables: LengthTables,
+    early_stopping: bool | str,
+) -> tuple[SearchState, Chosen]:
+    """Let the candidates that ended finish, and the best others run on.
+
+    Args:
+        state: before the step.
+        candidates: `K` per prompt, best first. Only the first `W` may finish; the rest are there so that `W` can run on.
+        hits: ``[B, K]`` bool, candidates that end here.
+        length: tokens generated so far, this step's included.
+        tables: length forms.
+        early_stopping: with True, a prompt that has `W` finished sequences takes no more.
+
+    Returns:
+        The state after the step, and the beams that run on.
+    """
+    finished_scores, finished_origin = _finish(state, candidates, hits, length, tables, early_stopping)
+    width = state.finished_scores.shape[1]
+    running_scores, ranks = candidates.scores.masked_fill(hits, -torch.inf).topk(width, dim=1)
+    after = SearchState(
+        running_scores=running_scores,
+        finished_scores=finished_scores,
+        finished_origin=finished_origin,
+        open=state.open,
+    )
+    chosen = Chosen(
+        ranks=ranks,
+        tokens=candidates.tokens.gather(1, ranks),
+        parents=candidates.parents.gather(1, ranks),
+    )
+    return dataclasses.replace(after, open=still_open(after, tables, length)), chosen
+
+
+def _finish(
+    state: SearchState,
+    candidates: Candidates,
+    hits: torch.Tensor,
+    length: int,
+    tables: LengthTables,
+    early_stopping: bool | str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the sequences that end here into the finished ones: their scores and origins, ``[B, W]``, best first."""
+    width = state.finished_scores.shape[1]
+    takes = state.open & ~state.full if early_stopping is True else state.open
+    ends = hits[:, :width] & takes.unsqueeze(1)
+    scores = (candidates.scores[:, :width] / tables.form[:, length : length + 1]).masked_fill(~ends, -torch.inf)
+    origin = torch.arange((length - 1) * width, length * width, device=scores.device).expand_as(scores)
+    merged, places = torch.cat([state.finished_scores, scores], dim=1).topk(width, dim=1)
+    return merged, torch.cat([state.finished_origin, origin], dim=1).gather(1, places)

@@ -1,0 +1,101 @@
+"""From logits to the `K` best continuations of each prompt.
+
+A continuation's score is its beam's score plus its token's, so the best `K` of a prompt are among the best `K` of
+each of its beams: a `topk` per row, then one over ``R · k``. That equals a `topk` over ``R · V`` (ties aside) and is
+much cheaper. Sampling without replacement is the same with Gumbel noise added (Kool et al. 2019, arXiv:1903.06059):
+the `K` largest of ``log p + Gumbel`` are `K` draws without replacement.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .state import Candidates
+
+
+def best_candidates(logits: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
+    """The best continuations by plain log-probability, without a `[rows, V]` tensor being made.
+
+    Args:
+        logits: ``[B·R, V]``, any float dtype.
+        running_scores: ``[B, R]`` float32.
+        count: `K`.
+    """
+    logits = logits.float()
+    best, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)  # [B·R, k]
+    return _merge(tokens, best - logits.logsumexp(dim=-1, keepdim=True), running_scores, count)
+
+
+def best_processed(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
+    """The best continuations by processed log-probability, ``[B·R, V]`` float32."""
+    token_scores, tokens = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
+    return _merge(tokens, token_scores, running_scores, count)
+
+
+def sampled_candidates(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
+    """Continuations drawn without replacement from the softmax of their scores over all beams of a prompt.
+
+    Args:
+        log_probs: ``[B·R, V]`` float32, processed.
+        running_scores: ``[B, R]`` float32.
+        count: `K`.
+
+    Returns:
+        Candidates ordered by score, as transformers orders them; those of probability 0 have score -inf.
+    """
+    smallest = torch.finfo(torch.float32).tiny
+    gumbel = torch.empty_like(log_probs).exponential_().clamp_(min=smallest).log_().neg_()
+    perturbed, tokens = gumbel.add_(log_probs).topk(min(count, log_probs.shape[-1]), dim=-1)
+    drawn = _merge(tokens, log_probs.gather(-1, tokens), running_scores, count, rank_by=perturbed)
+    scores, order = drawn.scores.sort(dim=-1, descending=True)
+    return Candidates(
+        scores=scores,
+        tokens=drawn.tokens.gather(1, order),
+        parents=drawn.parents.gather(1, order),
+        token_scores=drawn.token_scores.gather(1, order),
+    )
+
+
+def _merge(
+    tokens: torch.Tensor,
+    token_scores: torch.Tensor,
+    running_scores: torch.Tensor,
+    count: int,
+    rank_by: torch.Tensor | None = None,
+) -> Candidates:
+    """The best `count` of a prompt among the best `k` of each of its rows.
+
+    Args:
+        tokens, token_scores: ``[B·R, k]``.
+        running_scores: ``[B, R]``.
+        rank_by: ``[B·R, k]``, taken in place of `token_scores` to rank.
+    """
+    batch, rows = running_scores.shape
+    per_row = tokens.shape[-1]
+    scores = _per_prompt(token_scores, running_scores)  # [B, R·k]
+    ranked = scores if rank_by is None else _per_prompt(rank_by, running_scores)
+    kept = min(count, rows * per_row)
+    best, places = ranked.topk(kept, dim=-1)  # [B, K]
+    found = Candidates(
+        scores=best if rank_by is None else scores.gather(1, places),
+        tokens=tokens.reshape(batch, -1).gather(1, places),
+        parents=places // per_row,
+        token_scores=token_scores.reshape(batch, -1).gather(1, places),
+    )
+    return found if kept == count else _pad(found, count - kept)
+
+
+def _per_prompt(token_scores: torch.Tensor, running_scores: torch.Tensor) -> torch.Tensor:
+    batch, rows = running_scores.shape
+    return (token_scores.view(batch, rows, -1) + running_scores.unsqueeze(-1)).view(batch, -1)
+
+
+def _pad(found: Candidates, missing: int) -> Candidates:
+    """Fill up with candidates of score -inf, where the vocabulary offers fewer continuations than asked for."""
+    pad = torch.nn.functional.pad
+    return Candidates(
+        scores=pad(found.scores, (0, missing), value=-torch.inf),
+        tokens=pad(found.tokens, (0, missing)),
+        parents=pad(found.parents, (0, missing)),
+        token_scores=pad(found.token_scores, (0, missing), value=-torch.inf),
+    )

@@ -1,0 +1,150 @@
+"""One decode step of the model, by the folded path where the model's attention allows it, else by the gathered one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .. import versions
+from ..cache import NAME, CannotFoldError, FoldedStep, running
+from .prompt import widen_inputs
+
+_foldable: weakref.WeakKeyDictionary[type, dict[str | None, bool]] = weakref.WeakKeyDictionary()
+"""Whether a model class's attention can be folded, by attention implementation: found by trying, once."""
+
+
+class DecodeSteps:
+    """Runs the model on one token per beam.
+
+    Args:
+        model: the user's model; its attention setting is changed only while a folded step runs.
+        cache: our cache, past the prompt.
+        kwargs: the model's inputs at ``B`` rows.
+        beam_attention: "auto", "folded" or "gathered".
+        wants_maps: whether attention maps are to be returned, which only the gathered path can.
+
+    Attributes:
+        path: "folded" or "gathered".
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: Any, kwargs: dict[str, Any], *, beam_attention: str, wants_maps: bool
+    ):
+        self.model = model
+        self.cache = cache
+        self.path = self._choose_path(beam_attention, wants_maps)
+        self._proved = beam_attention == "folded" or self._verdict() is True
+        self._prompt_kwargs = kwargs
+        self._kwargs = self._widen(kwargs)
+        self._last_token_only = versions.uses_stock_input_preparation(model)
+        self._configs = _attention_configs(model) if self.path == "folded" else []
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the model's own input preparation may read whole rows of ids."""
+        return not self._last_token_only
+
+    @property
+    def beam_path(self) -> str:
+        """What to tell the caller."""
+        return "recurrent" if self.cache.has_recurrent_layers else self.path
+
+    def __call__(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> Any:
+        """The model's outputs for the newest token of every beam.
+
+        Args:
+            tokens: ``[B·W]`` int64.
+            rows: ``[B·W, length]`` int64 where `needs_rows`.
+        """
+        input_ids = tokens.unsqueeze(1) if self._last_token_only else rows
+        if self.path == "folded" and not self._proved:
+            outputs = self._try_folded(input_ids)
+        else:
+            outputs = self._forward(input_ids)
+        self._kwargs = self.model._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+        )
+        return outputs
+
+    def _forward(self, input_ids: torch.Tensor) -> Any:
+        inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
+        if self.path == "gathered":
+            return self.model(**inputs, return_dict=True)
+        with running(FoldedStep(self.cache.index)) as step, _attention_set_to(NAME, self._configs):
+            outputs = self.model(**inputs, return_dict=True)
+            if not step.all_attended():
+                raise CannotFoldError("the model's attention does not receive the cache's keys through the interface")
+        return outputs
+
+    def _try_folded(self, input_ids: torch.Tensor) -> Any:
+        """The first folded step of this kind of model: if it cannot be folded, the step is run again, gathered."""
+        states = copy.deepcopy(self.cache.row_layers()) if self.cache.has_recurrent_layers else None
+        try:
+            outputs = self._forward(input_ids)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._record(False)
+            self.path = "gathered"
+            self._kwargs = self._widen(self._prompt_kwargs)
+            self.cache.rewind(states)
+            return self._forward(input_ids)
+        self._record(True)
+        self._proved = True
+        return outputs
+
+    def _choose_path(self, beam_attention: str, wants_maps: bool) -> str:
+        if beam_attention == "folded":
+            if wants_maps:
+                raise ValueError(
+                    "beam_attention='folded' computes no attention maps; use beam_attention='auto' with "
+                    "output_attentions=True"
+                )
+            if not self.cache.can_fold:
+                raise ValueError(
+                    f"beam_attention='folded' needs all attention layers in the pool, but {type(self.model).__name__} "
+                    f"has others; use beam_attention='auto'"
+                )
+            return "folded"
+        if beam_attention == "gathered" or wants_maps or not self.cache.can_fold or self._verdict() is False:
+            return "gathered"
+        return "folded"
+
+    def _verdict(self) -> bool | None:
+        return _foldable.get(type(self.model), {}).get(self.model.config._attn_implementation)
+
+    def _record(self, foldable: bool) -> None:
+        _foldable.setdefault(type(self.model), {})[self.model.config._attn_implementation] = foldable
+
+    def _widen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        encoder_stays = self.model.config.is_encoder_decoder and self.path == "folded"
+        return widen_inputs(kwargs, self.cache.num_beams, decoder_only_part=encoder_stays)
+
+
+def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Every configuration object that some part of the model reads its attention implementation from."""
+    found: dict[int, PreTrainedConfig] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _attention_set_to(name: str, configs: list[PreTrainedConfig]) -> Iterator[None]:
+    """Set the attention implementation of these configurations, and put back what was there."""
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation

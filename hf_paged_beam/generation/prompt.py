@@ -1,0 +1,118 @@
+"""The prompt: which cache it goes into, its one forward pass at `B` rows, and what the decode steps need of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import utils as stock
+
+from .. import versions
+from ..cache import PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
+
+_PROMPT_ONLY = {"inputs_embeds", *getattr(stock, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())}
+"""Inputs that no decode step reads: not carried on, let alone repeated for every beam."""
+
+_OURS = (PagedBeamCache, PagedBeamEncoderDecoderCache)
+
+
+class HandOver(Exception):
+    """The call is one for transformers' own search.
+
+    Args:
+        reason: what is missing here, in one line.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+def prepare_cache(model: PreTrainedModel, config: GenerationConfig, kwargs: dict[str, Any], batch_size: int) -> Any:
+    """Our cache for this search, holding the prefix that the caller's cache holds, if any.
+
+    Raises:
+        HandOver: where the model, the configuration or the given cache asks for what a pool cannot do.
+        ValueError: where the given cache does not fit the call.
+    """
+    if not config.use_cache:
+        raise HandOver("use_cache=False recomputes every token, so that nothing is cached")
+    if config.cache_implementation in ("quantized", "offloaded", "offloaded_static"):
+        raise HandOver(f"cache_implementation={config.cache_implementation!r} stores keys in a way that a pool does not")
+    given = kwargs.get(versions.CACHE_ARGUMENT)
+    if given is None:
+        raise HandOver(f"{type(model).__name__} keeps its cache in a form of its own")
+    if hasattr(model, "_reorder_cache"):
+        raise HandOver(f"{type(model).__name__} reorders its cache in a way of its own")
+    if not isinstance(given, Cache):
+        raise HandOver(f"a cache of type {type(given).__name__} is not a transformers Cache")
+    if given.get_seq_length() > 0:
+        return _adopt(given, model, config.num_beams, batch_size)
+    if isinstance(given, _OURS):
+        if given.num_beams != config.num_beams:
+            raise ValueError(
+                f"the given cache was made for num_beams={given.num_beams}, but the call has "
+                f"num_beams={config.num_beams}. Make it with the num_beams of the call."
+            )
+        cache = given
+    else:
+        cache = PagedBeamCache(model.config, config.num_beams)
+    cache.accept_wide_prompt(False)
+    return cache
+
+
+def _adopt(given: Cache, model: PreTrainedModel, num_beams: int, batch_size: int) -> Any:
+    try:
+        return adopt_prefix(given, model.config, num_beams, batch_size)
+    except NotImplementedError as error:
+        raise HandOver(str(error)) from error
+
+
+def run_prompt(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Run the prompt once, at one row per prompt.
+
+    Args:
+        input_ids: ``[B, P]`` int64.
+        kwargs: the model's inputs, at ``B`` rows, with our cache.
+
+    Returns:
+        The model's outputs, and the inputs brought up to date, still at ``B`` rows.
+    """
+    outputs = model._prefill(input_ids, config, kwargs, is_first_iteration=not config.is_assistant)
+    kwargs = model._update_model_kwargs_for_generation(
+        outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+    )
+    return outputs, {name: given for name, given in kwargs.items() if name not in _PROMPT_ONLY}
+
+
+def widen_inputs(kwargs: dict[str, Any], num_beams: int, *, decoder_only_part: bool) -> dict[str, Any]:
+    """Give every beam its row of the model's inputs.
+
+    Args:
+        kwargs: inputs at ``B`` rows.
+        num_beams: `W`.
+        decoder_only_part: of an encoder-decoder model, repeat only the decoder's inputs; what belongs to the encoder
+            stays at ``B`` rows, where the folded attention reads it.
+    """
+    widened = dict(kwargs)
+    for name, given in kwargs.items():
+        if decoder_only_part and not name.startswith("decoder_"):
+            continue
+        if isinstance(given, torch.Tensor) and given.dim() > 0:
+            dim = 1 if name == "position_ids" and given.dim() == 3 else 0
+            widened[name] = given.repeat_interleave(num_beams, dim=dim)
+    encoder_outputs = kwargs.get("encoder_outputs")
+    if encoder_outputs is not None and not decoder_only_part:
+        widened["encoder_outputs"] = type(encoder_outputs)(
+            **{
+                name: given.unsqueeze(1).expand(-1, num_beams, *given.shape[1:]).flatten(0, 1)
+                if isinstance(given, torch.Tensor)
+                else given
+                for name, given in encoder_outputs.items()
+            }
+        )
+    return widened

@@ -1,0 +1,76 @@
+"""From a step's logits to processed log-probabilities, where a processor or an output needs them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+_ROW_BY_ROW = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopPLogitsWarper",
+        "TopKLogitsWarper",
+        "TopHLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "NoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "LogitNormalization",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "WhisperTimeStampLogitsProcessor",
+    )
+    if hasattr(logits_process, name)
+)
+"""Processors that treat each row by itself and remember nothing of it, so that one row per prompt is enough for the
+first step. All others (the prefix constraint, guidance, the user's own) get one row per beam, as in transformers."""
+
+
+class ProcessedScores:
+    """Applies transformers' logits processors.
+
+    Args:
+        processors: as transformers prepared them.
+        num_beams: `W`.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, num_beams: int):
+        self.processors = processors
+        self.num_beams = num_beams
+        self.wants_beam_rows = any(type(processor) not in _ROW_BY_ROW for processor in processors)
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether rows of token ids must be kept up to date for the processors."""
+        return len(self.processors) > 0
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, first: bool) -> torch.Tensor:
+        """Processed log-probabilities.
+
+        Args:
+            logits: ``[rows, V]``, one row per prompt at the first step, then one per beam.
+            rows: ``[rows, length]`` int64, the ids so far, where `needs_rows`.
+            first: whether this is the first step.
+
+        Returns:
+            ``[rows, V]`` float32; one row per prompt at the first step.
+        """
+        log_probs = torch.log_softmax(logits.float(), dim=-1)
+        if not self.needs_rows:
+            return log_probs
+        if not (first and self.wants_beam_rows):
+            return self.processors(rows, log_probs)
+        width = self.num_beams
+        wide = self.processors(rows.repeat_interleave(width, dim=0), log_probs.repeat_interleave(width, dim=0))
+        return wide[::width]  # only the first beam of a prompt runs at the first step

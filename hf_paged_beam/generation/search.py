@@ -1,0 +1,206 @@
+"""Beam search over a paged cache: the loop.
+
+    1. prompt     once, at one row per prompt                                        prompt.py
+    2. scores     logits, or processed log-probabilities where somebody needs them   scores.py
+    3. candidates the K best continuations of each prompt                            candidates.py
+    4. hits       which of them end here                                             stopping.py
+    5. advance    the ended finish, the best others run on                           advance.py
+    6. fork       beams continue their parents in the cache: indices move, no keys   cache/
+    7. read       is the search over? the one value that the host reads in a step
+    8. decode     the model on one token per beam, then 2 again                      decode.py
+    9. output     walk back from the best finished sequences                         history.py, output.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from .. import versions
+from .advance import advance
+from .candidates import best_candidates, best_processed, sampled_candidates
+from .decode import DecodeSteps
+from .history import History
+from .lengths import LengthTables
+from .output import StepOutputs, build_output
+from .prompt import prepare_cache, run_prompt
+from .scores import ProcessedScores
+from .settings import SearchSettings
+from .state import Candidates, Chosen, SearchState
+from .stopping import CandidateStopping, search_over
+
+_OVER, _NOT_A_NUMBER, _SLOTS = 1, 2, 4
+"""How a step's report to the host is packed into one number: two flags, then the slots in use."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchCall:
+    """What transformers prepared for one call, at one row per prompt.
+
+    Attributes:
+        model: the model.
+        input_ids: ``[B, P]`` int64; of an encoder-decoder model, the decoder's start.
+        processors: logits processors.
+        criteria: stopping criteria.
+        config: generation configuration, lengths and special tokens final.
+        settings: what this package reads of it, and its own options.
+        model_kwargs: the model's inputs.
+        synced_gpus: keep running the model until all ranks are done.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    settings: SearchSettings
+    model_kwargs: dict[str, Any]
+    synced_gpus: bool = False
+
+
+def run_search(call: SearchCall) -> Any:
+    """Search, and return what transformers' search would return.
+
+    Raises:
+        HandOver: before any forward pass, if the call is one for transformers' own search.
+        RuntimeError: if the model's logits are not numbers.
+    """
+    return BeamSearch(call).run()
+
+
+class BeamSearch:
+    """One search. `run` is the loop; every other method is one line of the list above."""
+
+    def __init__(self, call: SearchCall):
+        self.call = call
+        self.settings = call.settings
+        self.batch_size, self.prompt_length = call.input_ids.shape[:2]
+        self.device = call.input_ids.device
+        self.cache = prepare_cache(call.model, call.config, call.model_kwargs, self.batch_size)
+        self.process = ProcessedScores(call.processors, self.settings.num_beams)
+        self.stopping = CandidateStopping(call.criteria)
+        self.tables = LengthTables(
+            self.batch_size,
+            self.settings.max_new_tokens,
+            length_penalty=self.settings.length_penalty,
+            normalization=self.settings.length_normalization,
+            early_stopping=self.settings.early_stopping,
+            device=self.device,
+        )
+        self.kept = StepOutputs(self.settings, call.model.config.is_encoder_decoder)
+        self.history = History()
+        self.first_rows = torch.arange(self.batch_size, device=self.device).unsqueeze(1) * self.settings.num_beams
+
+    def run(self) -> Any:
+        outputs, decode = self._prompt()
+        rows = self.call.input_ids if self._needs_rows(decode) else None  # [B·R, length]
+        state = SearchState.initial(self.batch_size, self.settings.num_beams, self.device)
+        while True:
+            candidates = self._candidates(outputs, rows, state)
+            del outputs
+            hits = self._hits(candidates, rows)
+            state, chosen = advance(
+                state, candidates, hits, length=self.length + 1, tables=self.tables,
+                early_stopping=self.settings.early_stopping,
+            )  # fmt: skip
+            rows = self._extend_rows(rows, chosen)
+            self.history.record(candidates, chosen)
+            if self._fork_and_read(state, candidates, hits, chosen):
+                break
+            outputs = decode(chosen.tokens.flatten(), rows)
+        self._wait_for_other_ranks(decode, chosen, rows)
+        self.cache.end()
+        return self._output(state, decode.beam_path)
+
+    @property
+    def length(self) -> int:
+        """Tokens generated so far."""
+        return len(self.history)
+
+    @property
+    def first(self) -> bool:
+        """Whether the model has run on the prompt only, at one row per prompt."""
+        return self.length == 0
+
+    def _prompt(self) -> tuple[Any, DecodeSteps]:
+        call, settings = self.call, self.settings
+        kwargs = {**call.model_kwargs, versions.CACHE_ARGUMENT: self.cache}
+        outputs, kwargs = run_prompt(call.model, call.input_ids, call.config, kwargs)
+        self.cache.begin_decode(self.batch_size, self.device)
+        decode = DecodeSteps(
+            call.model,
+            self.cache,
+            kwargs,
+            beam_attention=settings.beam_attention,
+            wants_maps=bool(call.config.output_attentions),
+        )
+        return outputs, decode
+
+    def _needs_rows(self, decode: DecodeSteps) -> bool:
+        return self.process.needs_rows or self.stopping.needs_rows or decode.needs_rows
+
+    def _candidates(self, outputs: Any, rows: torch.Tensor | None, state: SearchState) -> Candidates:
+        self.kept.keep_model_outputs(outputs, self.first)
+        logits = outputs.logits[:, -1, :].to(self.device)  # [B·R, V]
+        self.kept.keep_logits(logits, self.first)
+        settings, count = self.settings, self.settings.num_candidates
+        if not (settings.do_sample or settings.output_scores or self.process.needs_rows):
+            return best_candidates(logits, state.running_scores, count)
+        log_probs = self.process(logits, rows, self.first)
+        self.kept.keep_scores(log_probs, self.first)
+        choose = sampled_candidates if settings.do_sample else best_processed
+        return choose(log_probs, state.running_scores, count)
+
+    def _hits(self, candidates: Candidates, rows: torch.Tensor | None) -> torch.Tensor:
+        candidate_rows = None
+        if self.stopping.needs_rows:
+            candidate_rows = _continue_rows(rows, candidates.parents, candidates.tokens)
+        return self.stopping.hits(candidates, self.prompt_length + self.length + 1, candidate_rows, self.kept.scores)
+
+    def _extend_rows(self, rows: torch.Tensor | None, chosen: Chosen) -> torch.Tensor | None:
+        return None if rows is None else _continue_rows(rows, chosen.parents, chosen.tokens)
+
+    def _fork_and_read(
+        self, state: SearchState, candidates: Candidates, hits: torch.Tensor, chosen: Chosen
+    ) -> bool:
+        """Fork the beams in the cache, and let the host read whether the search is over."""
+        slots = self.cache.fork((chosen.parents + self.first_rows).flatten())
+        over = search_over(state, hits, self.settings.early_stopping)
+        not_a_number = candidates.scores.isnan().any()
+        report = over * _OVER + not_a_number * _NOT_A_NUMBER + slots * _SLOTS
+        told = int(report)  # host read: the stop test, once per step
+        if told & _NOT_A_NUMBER:
+            raise RuntimeError(
+                f"the model's logits at step {self.length} are NaN or infinite, so that no continuation has a score. "
+                f"Check the model's weights and dtype, or pass remove_invalid_values=True."
+            )
+        self.cache.grow(told // _SLOTS)
+        return bool(told & _OVER)
+
+    def _wait_for_other_ranks(self, decode: DecodeSteps, chosen: Chosen, rows: torch.Tensor | None) -> None:
+        """With `synced_gpus`, keep the model running for the ranks that still search; results are not changed."""
+        model = self.call.model
+        while self.call.synced_gpus and model._has_unfinished_sequences(True, True, device=self.device):
+            decode(chosen.tokens.flatten(), rows)
+
+    def _output(self, state: SearchState, beam_path: str) -> Any:
+        return build_output(
+            self.history.walk_back(state, self.settings.num_return_sequences),
+            self.call.input_ids,
+            self.settings,
+            self.kept,
+            cache=self.cache,
+            encoder_outputs=self.call.model_kwargs.get("encoder_outputs"),
+            beam_path=beam_path,
+        )
+
+
+def _continue_rows(rows: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Rows of ids, continued: ``[B·R, length]``, ``[B, N]``, ``[B, N]`` to ``[B·N, length + 1]``."""
+    batch, count = parents.shape
+    source = rows.view(batch, -1, rows.shape[-1])
+    inherited = source.gather(1, parents.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+    return torch.cat([inherited, tokens.unsqueeze(-1)], dim=-1).view(batch * count, -1)

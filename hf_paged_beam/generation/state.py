@@ -1,0 +1,71 @@
+"""The state of a search: one row per prompt, so that prompts may one day differ in width and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchState:
+    """What one step hands to the next. `W` beams; `R` rows that the model ran per prompt: 1 after the prompt, then W.
+
+    Attributes:
+        running_scores: ``[B, R]`` float32, summed log-probability of each running beam; -inf where there is none.
+        finished_scores: ``[B, W]`` float32, normalised, best first; -inf where there is none.
+        finished_origin: ``[B, W]`` int64, ``step · W + rank`` of the candidate that finished there.
+        open: ``[B]`` bool, whether a running beam may still beat a finished one; once False it stays so.
+    """
+
+    running_scores: torch.Tensor
+    finished_scores: torch.Tensor
+    finished_origin: torch.Tensor
+    open: torch.Tensor
+
+    @property
+    def full(self) -> torch.Tensor:
+        """``[B]`` bool: whether `W` sequences have finished."""
+        return self.finished_scores[:, -1] > -torch.inf
+
+    @classmethod
+    def initial(cls, batch_size: int, num_beams: int, device: torch.device) -> SearchState:
+        """One running beam per prompt with score 0, nothing finished."""
+        return cls(
+            running_scores=torch.zeros(batch_size, 1, dtype=torch.float32, device=device),
+            finished_scores=torch.full((batch_size, num_beams), -torch.inf, dtype=torch.float32, device=device),
+            finished_origin=torch.full((batch_size, num_beams), -1, dtype=torch.int64, device=device),
+            open=torch.ones(batch_size, dtype=torch.bool, device=device),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The `K` best continuations of each prompt, best first.
+
+    Attributes:
+        scores: ``[B, K]`` float32, summed log-probability.
+        tokens: ``[B, K]`` int64.
+        parents: ``[B, K]`` int64, running beam that each continues.
+        token_scores: ``[B, K]`` float32, processed log-probability of the token alone.
+    """
+
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    token_scores: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The candidates that run on.
+
+    Attributes:
+        ranks: ``[B, W]`` int64, place of each among the candidates.
+        tokens: ``[B, W]`` int64, the token that the model sees next.
+        parents: ``[B, W]`` int64, running beam that each continues.
+    """
+
+    ranks: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor

@@ -1,0 +1,105 @@
+"""Everything that differs between transformers versions. No other file asks for a version.
+
+Differences are found by looking (a signature, a field), never by comparing version numbers, so that a release
+candidate or a patched build is judged by what it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.utils import (
+    GENERATION_MODES_MAPPING,
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerationMixin,
+)
+
+__all__ = ["CACHE_ARGUMENT", "OTHER_DECODING_METHODS", "BeamDecoderOnlyOutput", "BeamEncoderDecoderOutput"]
+
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+"""Name under which models take and return their cache: ``past_key_values`` became ``cache`` in 5.24."""
+
+OTHER_DECODING_METHODS = {name for name in GENERATION_MODES_MAPPING.values() if "/" not in name} - {"_beam_search"}
+"""Names of transformers' decoding methods (greedy, sampling, assisted) that are not beam search."""
+
+RECURRENT_STATE_METHOD = "update_recurrent_state"  # present on every layer that keeps a state per row
+
+
+@dataclasses.dataclass
+class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
+    """transformers' beam output for decoder-only models, with what this package adds.
+
+    Args:
+        token_logprobs: ``[B·n, T]`` float32, processed log-probability of each returned token, 0 after the end.
+            Its row sums over the length form are `sequences_scores`.
+        kv_usage: what `PagedBeamCache.usage` returned when the search ended.
+        beam_path: ``"folded"``, ``"gathered"``, ``"recurrent"`` or ``"handed over"``.
+    """
+
+    token_logprobs: torch.Tensor | None = None
+    kv_usage: Any | None = None
+    beam_path: str | None = None
+
+
+@dataclasses.dataclass
+class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput):
+    """transformers' beam output for encoder-decoder models, with the fields of `BeamDecoderOnlyOutput`."""
+
+    token_logprobs: torch.Tensor | None = None
+    kv_usage: Any | None = None
+    beam_path: str | None = None
+
+
+def stock_layers(config: PreTrainedConfig) -> list[Any]:
+    """The cache layers that transformers itself would make for this configuration's decoder."""
+    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
+
+
+def is_plain_attention(layer: Any) -> bool:
+    """Whether a stock layer keeps nothing but keys and values per token, which a pool can hold."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def is_attention(layer: Any) -> bool:
+    """Whether a stock layer keeps keys and values per token, alone or beside other state."""
+    return isinstance(layer, CacheLayerMixin)
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a stock layer keeps a recurrent or convolution state per row."""
+    return hasattr(layer, RECURRENT_STATE_METHOD)
+
+
+def uses_stock_input_preparation(model: PreTrainedModel) -> bool:
+    """Whether the model reads only the newest token of each row when a step's inputs are prepared."""
+    return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+
+
+def evaluate_unbatched(mask_function: Callable, batch: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
+    """Evaluate a mask function that is not written for broadcasting, at each prompt's own key positions.
+
+    Args:
+        batch: ``[B]`` int64, row of each prompt.
+        query: 0-dim int64, position of the query.
+        key: ``[B, S]`` int64, positions of the keys.
+
+    Returns:
+        ``[B, S]`` bool.
+    """
+    head = torch.zeros((), dtype=torch.int64, device=key.device)
+    over_keys = torch.vmap(mask_function, in_dims=(None, None, None, 0))
+    over_prompts = torch.vmap(over_keys, in_dims=(0, None, None, 0))
+    with TransformGetItemToIndex():
+        return over_prompts(batch, head, query, key)
