@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from .generation import check_counts
+from .versions import GenerativeModel
 
 
-def check_arguments(model: PreTrainedModel, inputs: torch.Tensor | None, arguments: dict[str, Any]) -> None:
+def check_arguments(model: GenerativeModel, inputs: torch.Tensor | None, arguments: dict[str, Any]) -> None:
     """Refuse what cannot give a right answer, before anything is computed.
 
     Args:
@@ -37,7 +37,7 @@ def check_arguments(model: PreTrainedModel, inputs: torch.Tensor | None, argumen
     _check_ids(model, input_ids, arguments)
 
 
-def _check_ids(model: PreTrainedModel, input_ids: Any, arguments: dict[str, Any]) -> None:
+def _check_ids(model: GenerativeModel, input_ids: Any, arguments: dict[str, Any]) -> None:
     is_ids = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
     if not is_ids or arguments.get("encoder_outputs") is not None:
         return
@@ -66,7 +66,7 @@ def _check_ids(model: PreTrainedModel, input_ids: Any, arguments: dict[str, Any]
         )
 
 
-def check_prompt_fits(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+def check_prompt_fits(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
     """Refuse a prompt that is longer than the table of learned positions; other models extrapolate, with a warning.
 
     Raises:
@@ -82,15 +82,17 @@ def check_prompt_fits(model: PreTrainedModel, input_ids: torch.Tensor, model_kwa
     )
 
 
-def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
+def _has_position_table(model: GenerativeModel, positions: int) -> bool:
     inputs = model.get_input_embeddings()
     return any(
-        isinstance(module, nn.Embedding) and module is not inputs and positions <= module.num_embeddings <= positions + 2
+        isinstance(module, nn.Embedding)
+        and module is not inputs
+        and positions <= module.num_embeddings <= positions + 2
         for module in model.modules()
     )
 
 
-def _setting(name: str, model: PreTrainedModel, arguments: dict[str, Any], default: Any) -> Any:
+def _setting(name: str, model: GenerativeModel, arguments: dict[str, Any], default: Any) -> Any:
     """A generation setting as transformers resolves it: keyword, then given configuration, then the model's."""
     given = arguments.get(name)
     for config in (arguments.get("generation_config"), model.generation_config):

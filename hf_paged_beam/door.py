@@ -17,13 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 from transformers.utils import logging
 
 from . import versions
 from .checks import check_arguments, check_prompt_fits, explain_out_of_memory
 from .generation import HandOver, SearchCall, SearchSettings, check_options, run_search
+from .versions import GenerativeModel
 
 NAME = "hf_paged_beam"
 """What `custom_generate` is called with."""
@@ -32,7 +33,7 @@ logger = logging.get_logger("hf_paged_beam")
 
 
 def generate(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     inputs: torch.Tensor | None = None,
     *,
     length_normalization: str = "length",
@@ -53,7 +54,7 @@ def generate(
     Returns:
         ``[B·n, L]`` int64, or with ``return_dict_in_generate=True`` transformers' output object with the fields
         `token_logprobs`, `kv_usage` and `beam_path` added. A call that is none for a paged beam search (one beam,
-        assisted decoding, ``use_cache=False`` and so on) is handed over to transformers: the same call, the same result.
+        assisted decoding, ``use_cache=False`` and so on) is handed over to transformers: the same call and result.
 
     Raises:
         ValueError: for an argument that is out of range; the message names it, what came and what is accepted.
@@ -72,7 +73,7 @@ def generate(
 
 
 def beam_search(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -123,7 +124,7 @@ class PagedBeamMixin:
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
-def enable(model: PreTrainedModel) -> PreTrainedModel:
+def enable(model: GenerativeModel) -> GenerativeModel:
     """Let plain ``model.generate(num_beams=W)``, and a pipeline, search over a paged cache.
 
     Only this object is changed (its ``generate``), until `disable`. Calling it twice changes nothing more.
@@ -140,7 +141,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def disable(model: PreTrainedModel) -> PreTrainedModel:
+def disable(model: GenerativeModel) -> GenerativeModel:
     """Undo `enable`; a model that was not enabled stays as it is. Returns the model itself."""
     enabled = model.__dict__.get("generate")
     if getattr(enabled, "__func__", None) is _enabled_generate:
@@ -148,7 +149,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _enabled_generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _enabled_generate(self: GenerativeModel, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("custom_generate") is None:
         kwargs["custom_generate"] = NAME
     return type(self).generate(self, *args, **kwargs)
@@ -169,14 +170,14 @@ def register_name() -> None:
             return generate
         return stock(self, pretrained_model_name_or_path, *args, **kwargs)
 
-    load_custom_generate._knows_hf_paged_beam = True
+    setattr(load_custom_generate, "_knows_hf_paged_beam", True)  # noqa: B010  a function has no such field
     GenerationMixin.load_custom_generate = load_custom_generate
 
 
 class _PromptOnce:
     """The model as `GenerationMixin.generate` sees it: everything is the model's own, but for what stands here."""
 
-    def __init__(self, model: PreTrainedModel, options: dict[str, str]):
+    def __init__(self, model: GenerativeModel, options: dict[str, str]):
         self.__dict__.update(_model=model, _options=options)
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +186,7 @@ class _PromptOnce:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._model, name, value)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self):
         return type(self._model)
 
@@ -220,7 +221,7 @@ for _name in versions.OTHER_DECODING_METHODS:
 
 
 def _search(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     input_ids: torch.Tensor,
     options: dict[str, str],
     *,

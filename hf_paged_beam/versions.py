@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
@@ -22,7 +22,8 @@ from transformers.generation.utils import (
     GenerationMixin,
 )
 
-__all__ = ["CACHE_ARGUMENT", "OTHER_DECODING_METHODS", "BeamDecoderOnlyOutput", "BeamEncoderDecoderOutput"]
+GenerativeModel: TypeAlias = Any
+"""A `PreTrainedModel` that is a `GenerationMixin` too; transformers has no name for that."""
 
 CACHE_ARGUMENT = (
     "cache"
@@ -82,7 +83,7 @@ def is_recurrent(layer: Any) -> bool:
     return hasattr(layer, RECURRENT_STATE_METHOD)
 
 
-def uses_stock_input_preparation(model: PreTrainedModel) -> bool:
+def uses_stock_input_preparation(model: GenerativeModel) -> bool:
     """Whether the model reads only the newest token of each row when a step's inputs are prepared."""
     return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 

@@ -370,7 +370,7 @@ def adopt_prefix(prefix: Cache, config: PreTrainedConfig, num_beams: int, batch_
 def _adopt_layers(theirs: Cache, ours: Cache, num_beams: int, batch_size: int) -> None:
     for number, layer in enumerate(theirs.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or keys.shape[-2] != layer.get_seq_length():
+        if keys is None or values is None or keys.shape[-2] != layer.get_seq_length():
             raise NotImplementedError(f"layer {number} of the given cache, {layer}, does not hold its whole prefix")
         if keys.shape[0] == batch_size * num_beams:
             keys, values = one_row_per_prompt(keys, num_beams), one_row_per_prompt(values, num_beams)

@@ -27,7 +27,8 @@ class BeamIndex:
         num_beams: `W`, beams per prompt.
         batch_size: `B`, prompts; 0 until the prompt is complete.
         prompt_length: `P`, tokens of the prompt (columns, padding included); 0 until the prompt is complete.
-        paths: ``[B·W, t]`` int64, tree slot of each generated position of each beam; None during the prompt.
+        decoding: whether the prompt is complete, so that each further token belongs to one beam alone.
+        paths: ``[B·W, t]`` int64, tree slot of each generated position of each beam; empty during the prompt.
         tree_slots: slots in use beside the prompt's, a high-water mark kept on the host; every number in `paths`
             is smaller.
         folded: whether layers answer with the pool (for the folded attention) or with one row per beam.
@@ -43,18 +44,14 @@ class BeamIndex:
         self.batch_size = 0
         self.prompt_length = 0
         self.tree_slots = 0
-        self.paths: torch.Tensor | None = None
+        self.decoding = False
+        self.paths = torch.empty(0, 0, dtype=torch.int64)
         self.folded = False
         self.handed: dict[int, tuple[torch.Tensor, Any]] = {}
 
-    @property
-    def decoding(self) -> bool:
-        """Whether the prompt is complete, so that each further token belongs to one beam alone."""
-        return self.paths is not None
-
     def begin_decode(self, batch_size: int, prompt_length: int, device: torch.device) -> None:
         """Close the prompt: from here on there are `num_beams` beams per prompt, all at the prompt's end."""
-        self.batch_size, self.prompt_length = batch_size, prompt_length
+        self.decoding, self.batch_size, self.prompt_length = True, batch_size, prompt_length
         self.paths = torch.empty(batch_size * self.num_beams, 0, dtype=torch.int64, device=device)
 
     def fork(self, parents: torch.Tensor) -> torch.Tensor:
@@ -128,7 +125,7 @@ class BeamIndex:
 
     def check(self) -> None:
         """Raise `AssertionError` unless the table is a forest: numbers in range, one way from the root to each slot."""
-        if self.paths is None:
+        if not self.decoding:
             return
         per_prompt = self.paths.view(self.batch_size, self.num_beams, -1).tolist()  # host read: not in a search
         for prompt, paths in enumerate(per_prompt):

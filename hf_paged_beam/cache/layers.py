@@ -31,7 +31,7 @@ def one_row_per_prompt(states: torch.Tensor, num_beams: int) -> torch.Tensor:
     """
     if states.shape[0] % num_beams:
         raise ValueError(
-            f"the cache was made for num_beams={num_beams}, but got {states.shape[0]} rows, which is no multiple of it. "
+            f"the cache was made for num_beams={num_beams}, but got {states.shape[0]} rows, no multiple of it. "
             f"Make the cache with the num_beams that generate() is called with."
         )
     rows = states.unflatten(0, (-1, num_beams))  # [B, W, Hkv, P, D]
@@ -40,8 +40,8 @@ def one_row_per_prompt(states: torch.Tensor, num_beams: int) -> torch.Tensor:
         limit = ROW_TOLERANCE.get(states.dtype, 0.0) * states.abs().max()
         if (rows - first).abs().max() > limit:
             raise ValueError(
-                f"the {num_beams} rows of one prompt hold different keys or values. The cache shares one prompt between "
-                f"num_beams={num_beams} beams: call generate() with that num_beams, and pass a prefix that is equal "
+                f"the {num_beams} rows of one prompt hold different keys or values. The cache shares one prompt "
+                f"between num_beams={num_beams} beams: call generate() with that num_beams, and pass a prefix that is equal "
                 f"for all beams of a prompt."
             )
     return rows[:, 0].contiguous()
@@ -105,9 +105,7 @@ class _IndexedLayer(CacheLayerMixin):
     def bytes_per_token(self) -> int:
         """Bytes of one token's key and value."""
         stored = (self._keys, self._values)
-        return sum(
-            tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in stored if tensor is not None
-        )
+        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in stored if tensor is not None)
 
     def _keep_prompt(self, states: torch.Tensor) -> torch.Tensor:
         return one_row_per_prompt(states, self.index.num_beams) if self.wide_prompt else states
@@ -155,6 +153,8 @@ class PoolLayer(_IndexedLayer):
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write one token per beam into the slots that the index gave it."""
+        if self._keys is None or self._values is None:
+            raise RuntimeError("a layer that took no part in the prompt got a beam's keys")
         slots = self.index.write_slots()  # [B, W]
         self._keys = self._store(self._keys, key_states, slots)
         self._values = self._store(self._values, value_states, slots)
@@ -185,7 +185,7 @@ class PoolLayer(_IndexedLayer):
 
     def _append_prompt(self, key_states: torch.Tensor, value_states: torch.Tensor):
         key_rows, value_rows = self._keep_prompt(key_states), self._keep_prompt(value_states)
-        if self._keys is None:
+        if self._keys is None or self._values is None:
             self._keys, self._values = key_rows, value_rows
             self.length = key_rows.shape[-2]
             return key_states, value_states

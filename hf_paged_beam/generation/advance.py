@@ -24,7 +24,8 @@ def advance(
 
     Args:
         state: before the step.
-        candidates: `K` per prompt, best first. Only the first `W` may finish; the rest are there so that `W` can run on.
+        candidates: `K` per prompt, best first. Only the first `W` may finish; the others are there so that
+            `W` can run on.
         hits: ``[B, K]`` bool, candidates that end here.
         length: tokens generated so far, this step's included.
         tables: length forms.

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .. import versions
 from ..cache import NAME, CannotFoldError, FoldedStep, running
+from ..versions import GenerativeModel
 from .prompt import widen_inputs
 
 _foldable: weakref.WeakKeyDictionary[type, dict[str | None, bool]] = weakref.WeakKeyDictionary()
@@ -34,7 +35,7 @@ class DecodeSteps:
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: Any, kwargs: dict[str, Any], *, beam_attention: str, wants_maps: bool
+        self, model: GenerativeModel, cache: Any, kwargs: dict[str, Any], *, beam_attention: str, wants_maps: bool
     ):
         self.model = model
         self.cache = cache
@@ -62,7 +63,7 @@ class DecodeSteps:
             tokens: ``[B·W]`` int64.
             rows: ``[B·W, length]`` int64 where `needs_rows`.
         """
-        input_ids = tokens.unsqueeze(1) if self._last_token_only else rows
+        input_ids = tokens.unsqueeze(1) if self._last_token_only or rows is None else rows
         if self.path == "folded" and not self._proved:
             outputs = self._try_folded(input_ids)
         else:
@@ -127,7 +128,7 @@ class DecodeSteps:
         return widen_inputs(kwargs, self.cache.num_beams, decoder_only_part=encoder_stays)
 
 
-def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def _attention_configs(model: GenerativeModel) -> list[PreTrainedConfig]:
     """Every configuration object that some part of the model reads its attention implementation from."""
     found: dict[int, PreTrainedConfig] = {}
     for module in model.modules():

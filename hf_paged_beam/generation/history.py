@@ -66,9 +66,7 @@ class History:
                 taken.gather(1, place) for taken in (candidates.tokens, candidates.parents, candidates.token_scores)
             ])  # fmt: skip
             beam = torch.where(end >= step, columns[-1][1], beam)
-        tokens, parents, token_scores = (
-            torch.stack(column[::-1], dim=-1) for column in zip(*columns, strict=True)
-        )
+        tokens, parents, token_scores = (torch.stack(column[::-1], dim=-1) for column in zip(*columns, strict=True))
         longest = int((end + 1).amax())  # host read: once, after the search
         cut = Sequences(
             tokens=tokens[..., :longest],

@@ -34,7 +34,7 @@ class StepOutputs:
     def keep_model_outputs(self, outputs: Any, first: bool) -> None:
         """Keep attention maps and hidden states of a forward pass."""
         prefix = "decoder_" if self.is_encoder_decoder else ""
-        if self.attentions is not None:
+        if self.attentions is not None and self.cross_attentions is not None:
             self.attentions += (self._rows(getattr(outputs, prefix + "attentions", None), first),)
             if self.is_encoder_decoder:
                 self.cross_attentions += (self._rows(outputs.cross_attentions, first),)
@@ -100,9 +100,7 @@ def build_output(
         versions.CACHE_ARGUMENT: cache,
     }
     if not kept.is_encoder_decoder:
-        return versions.BeamDecoderOnlyOutput(
-            attentions=kept.attentions, hidden_states=kept.hidden_states, **common
-        )
+        return versions.BeamDecoderOnlyOutput(attentions=kept.attentions, hidden_states=kept.hidden_states, **common)
     return versions.BeamEncoderDecoderOutput(
         encoder_attentions=encoder_outputs.get("attentions") if settings.output_attentions else None,
         encoder_hidden_states=encoder_outputs.get("hidden_states") if settings.output_hidden_states else None,

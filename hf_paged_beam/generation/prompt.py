@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation import utils as stock
 
 from .. import versions
 from ..cache import PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
+from ..versions import GenerativeModel
 
 _PROMPT_ONLY = {"inputs_embeds", *getattr(stock, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())}
 """Inputs that no decode step reads: not carried on, let alone repeated for every beam."""
@@ -30,7 +31,7 @@ class HandOver(Exception):
         self.reason = reason
 
 
-def prepare_cache(model: PreTrainedModel, config: GenerationConfig, kwargs: dict[str, Any], batch_size: int) -> Any:
+def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict[str, Any], batch_size: int) -> Any:
     """Our cache for this search, holding the prefix that the caller's cache holds, if any.
 
     Raises:
@@ -40,7 +41,9 @@ def prepare_cache(model: PreTrainedModel, config: GenerationConfig, kwargs: dict
     if not config.use_cache:
         raise HandOver("use_cache=False recomputes every token, so that nothing is cached")
     if config.cache_implementation in ("quantized", "offloaded", "offloaded_static"):
-        raise HandOver(f"cache_implementation={config.cache_implementation!r} stores keys in a way that a pool does not")
+        raise HandOver(
+            f"cache_implementation={config.cache_implementation!r} stores keys in a way that a pool does not"
+        )
     given = kwargs.get(versions.CACHE_ARGUMENT)
     if given is None:
         raise HandOver(f"{type(model).__name__} keeps its cache in a form of its own")
@@ -63,7 +66,7 @@ def prepare_cache(model: PreTrainedModel, config: GenerationConfig, kwargs: dict
     return cache
 
 
-def _adopt(given: Cache, model: PreTrainedModel, num_beams: int, batch_size: int) -> Any:
+def _adopt(given: Cache, model: GenerativeModel, num_beams: int, batch_size: int) -> Any:
     try:
         return adopt_prefix(given, model.config, num_beams, batch_size)
     except NotImplementedError as error:
@@ -71,7 +74,7 @@ def _adopt(given: Cache, model: PreTrainedModel, num_beams: int, batch_size: int
 
 
 def run_prompt(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+    model: GenerativeModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Run the prompt once, at one row per prompt.
 

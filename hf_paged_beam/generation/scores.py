@@ -67,7 +67,7 @@ class ProcessedScores:
             ``[rows, V]`` float32; one row per prompt at the first step.
         """
         log_probs = torch.log_softmax(logits.float(), dim=-1)
-        if not self.needs_rows:
+        if rows is None:
             return log_probs
         if not (first and self.wants_beam_rows):
             return self.processors(rows, log_probs)

@@ -1,14 +1,14 @@
 """Beam search over a paged cache: the loop.
 
-    1. prompt     once, at one row per prompt                                        prompt.py
-    2. scores     logits, or processed log-probabilities where somebody needs them   scores.py
-    3. candidates the K best continuations of each prompt                            candidates.py
-    4. hits       which of them end here                                             stopping.py
-    5. advance    the ended finish, the best others run on                           advance.py
-    6. fork       beams continue their parents in the cache: indices move, no keys   cache/
-    7. read       is the search over? the one value that the host reads in a step
-    8. decode     the model on one token per beam, then 2 again                      decode.py
-    9. output     walk back from the best finished sequences                         history.py, output.py
+1. prompt     once, at one row per prompt                                        prompt.py
+2. scores     logits, or processed log-probabilities where somebody needs them   scores.py
+3. candidates the K best continuations of each prompt                            candidates.py
+4. hits       which of them end here                                             stopping.py
+5. advance    the ended finish, the best others run on                           advance.py
+6. fork       beams continue their parents in the cache: indices move, no keys   cache/
+7. read       is the search over? the one value that the host reads in a step
+8. decode     the model on one token per beam, then 2 again                      decode.py
+9. output     walk back from the best finished sequences                         history.py, output.py
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from .. import versions
+from ..versions import GenerativeModel
 from .advance import advance
 from .candidates import best_candidates, best_processed, sampled_candidates
 from .decode import DecodeSteps
@@ -51,7 +52,7 @@ class SearchCall:
         synced_gpus: keep running the model until all ranks are done.
     """
 
-    model: PreTrainedModel
+    model: GenerativeModel
     input_ids: torch.Tensor
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -156,16 +157,14 @@ class BeamSearch:
 
     def _hits(self, candidates: Candidates, rows: torch.Tensor | None) -> torch.Tensor:
         candidate_rows = None
-        if self.stopping.needs_rows:
+        if self.stopping.needs_rows and rows is not None:
             candidate_rows = _continue_rows(rows, candidates.parents, candidates.tokens)
         return self.stopping.hits(candidates, self.prompt_length + self.length + 1, candidate_rows, self.kept.scores)
 
     def _extend_rows(self, rows: torch.Tensor | None, chosen: Chosen) -> torch.Tensor | None:
         return None if rows is None else _continue_rows(rows, chosen.parents, chosen.tokens)
 
-    def _fork_and_read(
-        self, state: SearchState, candidates: Candidates, hits: torch.Tensor, chosen: Chosen
-    ) -> bool:
+    def _fork_and_read(self, state: SearchState, candidates: Candidates, hits: torch.Tensor, chosen: Chosen) -> bool:
         """Fork the beams in the cache, and let the host read whether the search is over."""
         slots = self.cache.fork((chosen.parents + self.first_rows).flatten())
         over = search_over(state, hits, self.settings.early_stopping)

