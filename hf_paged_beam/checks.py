@@ -1,9 +1,7 @@
-"""What is refused before the model runs, and what an exhausted memory is told."""
+"""What is refused before the model runs."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +9,13 @@ from torch import nn
 
 from .generation import check_counts
 from .versions import GenerativeModel
+
+
+def is_beam_search(model: GenerativeModel, arguments: dict[str, Any]) -> bool:
+    """Whether the call asks for more than one beam and no other model's help; anything else is transformers' own."""
+    num_beams, _ = _counts(model, arguments)
+    one_beam = num_beams == 1 and not isinstance(num_beams, bool)
+    return not one_beam and arguments.get("assistant_model") is None
 
 
 def check_arguments(model: GenerativeModel, inputs: torch.Tensor | None, arguments: dict[str, Any]) -> None:
@@ -23,11 +28,7 @@ def check_arguments(model: GenerativeModel, inputs: torch.Tensor | None, argumen
     Raises:
         ValueError: naming the argument, what came, and what is accepted.
     """
-    num_beams = _setting("num_beams", model, arguments, 1)
-    num_return = _setting("num_return_sequences", model, arguments, 1)
-    if isinstance(num_beams, int) and num_beams == 1 and not isinstance(num_beams, bool):
-        return  # not a beam search: transformers checks its own
-    check_counts(num_beams, num_return)
+    check_counts(*_counts(model, arguments))
     if arguments.get("streamer") is not None:
         raise ValueError(
             "streamer cannot be used with beam search: the best sequence can change until the end. "
@@ -92,6 +93,10 @@ def _has_position_table(model: GenerativeModel, positions: int) -> bool:
     )
 
 
+def _counts(model: GenerativeModel, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    return tuple(_setting(name, model, arguments, 1) for name in ("num_beams", "num_return_sequences"))  # type: ignore
+
+
 def _setting(name: str, model: GenerativeModel, arguments: dict[str, Any], default: Any) -> Any:
     """A generation setting as transformers resolves it: keyword, then given configuration, then the model's."""
     given = arguments.get(name)
@@ -99,18 +104,3 @@ def _setting(name: str, model: GenerativeModel, arguments: dict[str, Any], defau
         if given is None and config is not None:
             given = getattr(config, name, None)
     return default if given is None else given
-
-
-@contextlib.contextmanager
-def explain_out_of_memory(batch_size: int, num_beams: int) -> Iterator[None]:
-    """Add to torch's out-of-memory error what was being searched, and what would make it smaller."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in text:
-            raise
-        raise type(error)(
-            f"{text}\nThe search had {batch_size} prompts of {num_beams} beams each. A smaller batch, fewer beams "
-            f"(num_beams), fewer tokens (max_new_tokens), a shorter prompt or a smaller dtype need less memory."
-        ) from error

@@ -22,7 +22,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from transformers.utils import logging
 
 from . import versions
-from .checks import check_arguments, check_prompt_fits, explain_out_of_memory
+from .checks import check_arguments, check_prompt_fits, is_beam_search
 from .generation import HandOver, SearchCall, SearchSettings, check_options, run_search
 from .versions import GenerativeModel
 
@@ -62,6 +62,9 @@ def generate(
     """
     check_options(length_normalization, beam_attention)
     arguments.pop("trust_remote_code", None)
+    if not is_beam_search(model, arguments):
+        reason = HandOver("one beam, or the help of another model, is not beam search")
+        return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), reason)
     check_arguments(model, inputs, arguments)
     if arguments.get("cache_implementation") == "paged":
         del arguments["cache_implementation"]  # transformers would drop the beams; our cache is a paged one
@@ -244,8 +247,7 @@ def _search(
         model_kwargs=model_kwargs,
         synced_gpus=synced_gpus,
     )
-    with explain_out_of_memory(input_ids.shape[0], settings.num_beams):
-        return run_search(call)
+    return run_search(call)
 
 
 def _one_row_per_prompt(

@@ -126,6 +126,10 @@ class BeamVerbs:
         for layer in self.indexed_layers():
             layer.wide_prompt = wide
 
+    def held_bytes(self) -> int:
+        """Bytes of key and value storage, spare room and cross-attention included."""
+        return sum(layer.held_bytes() for layer in self.indexed_layers())
+
     def usage(self) -> CacheUsage:
         """Count slots and bytes; reads values on the host, so not for use inside a search."""
         layers = self._pool_layers()
@@ -143,7 +147,7 @@ class BeamVerbs:
             slots=slots,
             live=live,
             free=slots - live,
-            bytes_held=sum(layer.held_bytes() for layer in layers) + cross_bytes,
+            bytes_held=self.held_bytes(),
             bytes_live=live * per_token + cross_bytes,
             bytes_separate=rows * self.num_beams * length * per_token + cross_bytes * self.num_beams,
         )

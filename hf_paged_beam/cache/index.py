@@ -46,6 +46,7 @@ class BeamIndex:
         self.tree_slots = 0
         self.decoding = False
         self.paths = torch.empty(0, 0, dtype=torch.int64)
+        self._write_slots = torch.empty(0, 0, dtype=torch.int64)
         self.folded = False
         self.handed: dict[int, tuple[torch.Tensor, Any]] = {}
 
@@ -66,6 +67,7 @@ class BeamIndex:
         inherited = self.paths.index_select(0, parents)  # [B·W, t]
         slots = self._lowest_free(inherited)  # [B, W]
         self.paths = torch.cat([inherited, slots.reshape(-1, 1)], dim=1)
+        self._write_slots = slots + self.prompt_length
         return slots.max() + 1
 
     def set_high_water(self, tree_slots: int) -> None:
@@ -114,7 +116,7 @@ class BeamIndex:
 
     def write_slots(self) -> torch.Tensor:
         """``[B, W]`` int64: the pool slot (prompt included) of the token that each beam is about to write."""
-        return self.paths[:, -1].view(self.batch_size, self.num_beams) + self.prompt_length
+        return self._write_slots
 
     def rows(self, length: int) -> torch.Tensor:
         """``[B, W, length]`` int64: the pool slots of each beam's first `length` positions, in order."""

@@ -41,8 +41,8 @@ def one_row_per_prompt(states: torch.Tensor, num_beams: int) -> torch.Tensor:
         if (rows - first).abs().max() > limit:
             raise ValueError(
                 f"the {num_beams} rows of one prompt hold different keys or values. The cache shares one prompt "
-                f"between num_beams={num_beams} beams: call generate() with that num_beams, and pass a prefix that is equal "
-                f"for all beams of a prompt."
+                f"between num_beams={num_beams} beams: call generate() with that num_beams, and pass a prefix that is "
+                f"equal for all beams of a prompt."
             )
     return rows[:, 0].contiguous()
 

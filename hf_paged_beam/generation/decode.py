@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from .. import versions
 from ..cache import NAME, CannotFoldError, FoldedStep, running
@@ -17,7 +18,9 @@ from ..versions import GenerativeModel
 from .prompt import widen_inputs
 
 _foldable: weakref.WeakKeyDictionary[type, dict[str | None, bool]] = weakref.WeakKeyDictionary()
-"""Whether a model class's attention can be folded, by attention implementation: found by trying, once."""
+"""Model classes and attention implementations that could not be folded, so that they are not tried again."""
+
+logger = logging.get_logger("hf_paged_beam")
 
 
 class DecodeSteps:
@@ -40,7 +43,8 @@ class DecodeSteps:
         self.model = model
         self.cache = cache
         self.path = self._choose_path(beam_attention, wants_maps)
-        self._proved = beam_attention == "folded" or self._verdict() is True
+        self._must_fold = beam_attention == "folded"
+        self._tried = False
         self._prompt_kwargs = kwargs
         self._kwargs = self._widen(kwargs)
         self._last_token_only = versions.uses_stock_input_preparation(model)
@@ -64,10 +68,8 @@ class DecodeSteps:
             rows: ``[B·W, length]`` int64 where `needs_rows`.
         """
         input_ids = tokens.unsqueeze(1) if self._last_token_only or rows is None else rows
-        if self.path == "folded" and not self._proved:
-            outputs = self._try_folded(input_ids)
-        else:
-            outputs = self._forward(input_ids)
+        first, self._tried = not self._tried, True
+        outputs = self._try_folded(input_ids) if first and self.path == "folded" else self._forward(input_ids)
         self._kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
@@ -84,20 +86,21 @@ class DecodeSteps:
         return outputs
 
     def _try_folded(self, input_ids: torch.Tensor) -> Any:
-        """The first folded step of this kind of model: if it cannot be folded, the step is run again, gathered."""
+        """The first folded step of a call: if it cannot be folded, it is run again, gathered."""
+        if self._must_fold:
+            return self._forward(input_ids)
         states = copy.deepcopy(self.cache.row_layers()) if self.cache.has_recurrent_layers else None
         try:
             outputs = self._forward(input_ids)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            self._record(False)
+            logger.info(f"{type(self.model).__name__}: keys are gathered, because folding failed: {error}")
+            _foldable.setdefault(type(self.model), {})[self.model.config._attn_implementation] = False
             self.path = "gathered"
             self._kwargs = self._widen(self._prompt_kwargs)
             self.cache.rewind(states)
             return self._forward(input_ids)
-        self._record(True)
-        self._proved = True
         return outputs
 
     def _choose_path(self, beam_attention: str, wants_maps: bool) -> str:
@@ -113,15 +116,10 @@ class DecodeSteps:
                     f"has others; use beam_attention='auto'"
                 )
             return "folded"
-        if beam_attention == "gathered" or wants_maps or not self.cache.can_fold or self._verdict() is False:
+        foldable = _foldable.get(type(self.model), {}).get(self.model.config._attn_implementation, True)
+        if beam_attention == "gathered" or wants_maps or not self.cache.can_fold or not foldable:
             return "gathered"
         return "folded"
-
-    def _verdict(self) -> bool | None:
-        return _foldable.get(type(self.model), {}).get(self.model.config._attn_implementation)
-
-    def _record(self, foldable: bool) -> None:
-        _foldable.setdefault(type(self.model), {})[self.model.config._attn_implementation] = foldable
 
     def _widen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         encoder_stays = self.model.config.is_encoder_decoder and self.path == "folded"

@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,8 +70,11 @@ def run_search(call: SearchCall) -> Any:
     Raises:
         HandOver: before any forward pass, if the call is one for transformers' own search.
         RuntimeError: if the model's logits are not numbers.
+        torch.OutOfMemoryError: with what was searched, and what would make it smaller, added to its message.
     """
-    return BeamSearch(call).run()
+    search = BeamSearch(call)
+    with explain_out_of_memory(search):
+        return search.run()
 
 
 class BeamSearch:
@@ -203,3 +208,19 @@ def _continue_rows(rows: torch.Tensor, parents: torch.Tensor, tokens: torch.Tens
     source = rows.view(batch, -1, rows.shape[-1])
     inherited = source.gather(1, parents.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
     return torch.cat([inherited, tokens.unsqueeze(-1)], dim=-1).view(batch * count, -1)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(search: BeamSearch) -> Iterator[None]:
+    """Add to torch's out-of-memory error what was being searched, and what would make it smaller."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            raise
+        held = search.cache.held_bytes() / 2**20
+        raise type(error)(
+            f"{error}\nThe search had {search.batch_size} prompts (B) of {search.settings.num_beams} beams each (W), "
+            f"prompts of {search.prompt_length} tokens, and held {held:.1f} MiB of keys and values. A smaller batch, "
+            f"fewer beams (num_beams), fewer tokens (max_new_tokens) or a smaller dtype need less memory."
+        ) from error

@@ -12,7 +12,8 @@ class SearchState:
     """What one step hands to the next. `W` beams; `R` rows that the model ran per prompt: 1 after the prompt, then W.
 
     Attributes:
-        running_scores: ``[B, R]`` float32, summed log-probability of each running beam; -inf where there is none.
+        running_scores: ``[B, R]`` float32, summed log-probability of each running beam, best first; -inf where there
+            is none.
         finished_scores: ``[B, W]`` float32, normalised, best first; -inf where there is none.
         finished_origin: ``[B, W]`` int64, ``step · W + rank`` of the candidate that finished there.
         open: ``[B]`` bool, whether a running beam may still beat a finished one; once False it stays so.

