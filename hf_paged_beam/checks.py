@@ -1,4 +1,4 @@
-"""What is refused before the model runs."""
+"""What is refused before the model runs. Every error names the argument, what came, and what is accepted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def is_beam_search(model: GenerativeModel, arguments: dict[str, Any]) -> bool:
 
 
 def check_arguments(model: GenerativeModel, inputs: torch.Tensor | None, arguments: dict[str, Any]) -> None:
-    """Refuse what cannot give a right answer, before anything is computed.
+    """Refuse arguments of ``generate`` that cannot give a right answer.
 
     Args:
         inputs: the first argument of ``generate``.
         arguments: all others; nothing is changed.
 
     Raises:
-        ValueError: naming the argument, what came, and what is accepted.
+        ValueError: see the module's header.
     """
     check_counts(*_counts(model, arguments))
     if arguments.get("streamer") is not None:
@@ -35,66 +35,107 @@ def check_arguments(model: GenerativeModel, inputs: torch.Tensor | None, argumen
             "Leave it out, or set num_beams=1."
         )
     input_ids = arguments.get("input_ids") if inputs is None else inputs
-    _check_ids(model, input_ids, arguments)
+    if arguments.get("encoder_outputs") is None:
+        _check_prompt(model, input_ids, arguments)
+    decoder_ids: Any = arguments.get("decoder_input_ids")
+    if _are_ids(decoder_ids):
+        _check_not_empty("decoder_input_ids", decoder_ids)
+        _check_ids("decoder_input_ids", decoder_ids, model, decoder=True)
+        _check_positions(model, decoder_ids.shape[1], decoder=True)
 
 
-def _check_ids(model: GenerativeModel, input_ids: Any, arguments: dict[str, Any]) -> None:
-    is_ids = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
-    if not is_ids or arguments.get("encoder_outputs") is not None:
-        return
+def check_prepared(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """The same for what transformers hands to a callable, whose encoder has run by then.
+
+    Raises:
+        ValueError: see the module's header.
+    """
+    if model.config.is_encoder_decoder:
+        _check_ids("decoder_input_ids", input_ids, model, decoder=True)
+        _check_positions(model, input_ids.shape[1], decoder=True)
+    else:
+        _check_prompt(model, input_ids, model_kwargs)
+
+
+def _check_prompt(model: GenerativeModel, input_ids: Any, arguments: dict[str, Any]) -> None:
     embeds = arguments.get("inputs_embeds")
-    if input_ids.shape[0] == 0 or (input_ids.shape[1] == 0 and embeds is None):
-        raise ValueError(
-            f"input_ids must hold at least one prompt of at least one token, but has shape {tuple(input_ids.shape)}"
-        )
+    if _are_ids(input_ids):
+        if embeds is None:
+            _check_not_empty("input_ids", input_ids)
+        _check_ids("input_ids", input_ids, model, decoder=False)
+    if embeds is not None:
+        _check_not_empty("inputs_embeds", embeds)
+    whole = embeds if embeds is not None else input_ids if _are_ids(input_ids) else None
+    if whole is not None:
+        _check_mask(whole.shape[:2], arguments)
+        _check_positions(model, whole.shape[1], decoder=False)
+
+
+def _check_not_empty(name: str, given: torch.Tensor) -> None:
+    if 0 in given.shape[:2]:
+        raise ValueError(f"{name} must hold at least one prompt of one token, but has shape {tuple(given.shape)}")
+
+
+def _are_ids(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and given.dim() == 2 and not given.is_floating_point()
+
+
+def _check_mask(shape: torch.Size, arguments: dict[str, Any]) -> None:
     mask = arguments.get("attention_mask")
-    columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    has_prefix = arguments.get("cache") is not None or arguments.get("past_key_values") is not None
-    if mask is not None and (mask.shape[0] != input_ids.shape[0] or (mask.shape[-1] != columns and not has_prefix)):
-        raise ValueError(
-            f"attention_mask must have the shape of the prompt, {(input_ids.shape[0], columns)}, "
-            f"but has shape {tuple(mask.shape)}"
-        )
-    embedding = model.get_input_embeddings()
-    rows = getattr(embedding, "num_embeddings", None)
-    if rows is None or input_ids.device.type == "meta" or input_ids.numel() == 0:
+    if not isinstance(mask, torch.Tensor):
         return
-    low, high = torch.stack([input_ids.min(), input_ids.max()]).tolist()  # host read: once, before the search
+    # With a prefix in a cache the mask covers the prefix too, of which only the cache knows the length.
+    has_prefix = any(_holds_tokens(arguments.get(name)) for name in ("cache", "past_key_values"))
+    wrong_length = mask.shape[-1] != shape[1] and not has_prefix
+    if mask.dim() != 2 or mask.shape[0] != shape[0] or wrong_length:
+        raise ValueError(
+            f"attention_mask must have the shape of the prompt, {tuple(shape)}, but has shape {tuple(mask.shape)}"
+        )
+
+
+def _holds_tokens(cache: Any) -> bool:
+    return cache is not None and cache.get_seq_length() > 0
+
+
+def _check_ids(name: str, ids: torch.Tensor, model: GenerativeModel, *, decoder: bool) -> None:
+    part = model.get_decoder() if decoder else model
+    embedding = getattr(part, "get_input_embeddings", model.get_input_embeddings)()
+    rows = getattr(embedding, "num_embeddings", None)
+    if rows is None or ids.device.type == "meta" or ids.numel() == 0:
+        return
+    low, high = torch.stack([ids.min(), ids.max()]).tolist()  # host read: once, before the search
     if low < 0 or high >= rows:
         raise ValueError(
-            f"input_ids must lie in 0..{rows - 1}, the model's vocabulary, but hold {low if low < 0 else high}. "
+            f"{name} must lie in 0..{rows - 1}, the model's vocabulary, but hold {low if low < 0 else high}. "
             f"Check that the tokenizer belongs to the model."
         )
 
 
-def check_prompt_fits(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Refuse a prompt that is longer than the table of learned positions; other models extrapolate, with a warning.
-
-    Raises:
-        ValueError: with the prompt's length and the model's.
-    """
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    length = input_ids.shape[1]
-    if not isinstance(positions, int) or length <= positions or not _has_position_table(model, positions):
+def _check_positions(model: GenerativeModel, length: int, *, decoder: bool) -> None:
+    """Refuse a prompt longer than a table of learned positions; models without one extrapolate, with a warning."""
+    config = model.config.get_text_config(decoder=decoder)
+    names = ("max_position_embeddings", "max_target_positions" if decoder else "max_source_positions")
+    positions = next((size for size in (getattr(config, name, None) for name in names) if isinstance(size, int)), None)
+    if positions is None or length <= positions:
         return
-    raise ValueError(
-        f"the prompt has {length} tokens, but {type(model).__name__} has a table of {positions} positions "
-        f"(max_position_embeddings). Shorten the prompt."
-    )
+    part = model
+    if model.config.is_encoder_decoder:
+        part = model.get_decoder() if decoder else model.get_encoder()
+    if _has_position_table(part, positions):
+        raise ValueError(
+            f"the prompt has {length} tokens, but {type(model).__name__} has a table of {positions} positions "
+            f"(max_position_embeddings). Shorten the prompt."
+        )
 
 
-def _has_position_table(model: GenerativeModel, positions: int) -> bool:
-    inputs = model.get_input_embeddings()
-    return any(
-        isinstance(module, nn.Embedding)
-        and module is not inputs
-        and positions <= module.num_embeddings <= positions + 2
-        for module in model.modules()
-    )
+def _has_position_table(part: GenerativeModel, positions: int) -> bool:
+    tokens = part.get_input_embeddings() if hasattr(part, "get_input_embeddings") else None
+    tables = [module for module in part.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    return any(positions <= table.num_embeddings <= positions + 2 for table in tables)  # some tables begin at 2
 
 
 def _counts(model: GenerativeModel, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    return tuple(_setting(name, model, arguments, 1) for name in ("num_beams", "num_return_sequences"))  # type: ignore
+    return _setting("num_beams", model, arguments, 1), _setting("num_return_sequences", model, arguments, 1)
 
 
 def _setting(name: str, model: GenerativeModel, arguments: dict[str, Any], default: Any) -> Any:

@@ -22,7 +22,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from transformers.utils import logging
 
 from . import versions
-from .checks import check_arguments, check_prompt_fits, is_beam_search
+from .checks import check_arguments, check_prepared, is_beam_search
 from .generation import HandOver, SearchCall, SearchSettings, check_options, run_search
 from .versions import GenerativeModel
 
@@ -108,6 +108,7 @@ def beam_search(
         if GENERATION_MODES_MAPPING[mode] != "_beam_search":
             raise HandOver(f"{mode.value} is not beam search")
         narrow_ids, narrow_kwargs = _one_row_per_prompt(input_ids, model_kwargs, width)
+        check_prepared(model, narrow_ids, narrow_kwargs)
         return _search(model, narrow_ids, options, **prepared, **narrow_kwargs)
     except HandOver as handed_over:
         method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
@@ -235,7 +236,6 @@ def _search(
     **model_kwargs: Any,
 ) -> Any:
     """Search with what transformers prepared, at one row per prompt."""
-    check_prompt_fits(model, input_ids, model_kwargs)
     settings = SearchSettings.from_config(generation_config, input_ids.shape[1], **options)
     call = SearchCall(
         model=model,

@@ -45,13 +45,18 @@ class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
     Args:
         token_logprobs: ``[B·n, T]`` float32, processed log-probability of each returned token, 0 after the end.
             Its row sums over the length form are `sequences_scores`.
+
+    Attributes:
         kv_usage: what `PagedBeamCache.usage` returned when the search ended.
         beam_path: ``"folded"``, ``"gathered"``, ``"recurrent"`` or ``"handed over"``.
+
+    The two attributes are no items of the output: code in transformers that splits outputs by row takes every item
+    for something with a row per sequence.
     """
 
     token_logprobs: torch.Tensor | None = None
-    kv_usage: Any | None = None
-    beam_path: str | None = None
+    kv_usage = None
+    beam_path = None
 
 
 @dataclasses.dataclass
@@ -59,8 +64,8 @@ class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput):
     """transformers' beam output for encoder-decoder models, with the fields of `BeamDecoderOnlyOutput`."""
 
     token_logprobs: torch.Tensor | None = None
-    kv_usage: Any | None = None
-    beam_path: str | None = None
+    kv_usage = None
+    beam_path = None
 
 
 def stock_layers(config: PreTrainedConfig) -> list[Any]:
@@ -81,6 +86,12 @@ def is_attention(layer: Any) -> bool:
 def is_recurrent(layer: Any) -> bool:
     """Whether a stock layer keeps a recurrent or convolution state per row."""
     return hasattr(layer, RECURRENT_STATE_METHOD)
+
+
+def set_length(layer: Any, length: int) -> None:
+    """Tell a stock layer how many tokens it has seen, where it keeps fewer (a sliding window)."""
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length
 
 
 def uses_stock_input_preparation(model: GenerativeModel) -> bool:

@@ -8,11 +8,13 @@ Two callers drive it:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
@@ -224,6 +226,7 @@ class PagedBeamCache(BeamVerbs, Cache):
         else:
             super().__init__(layer_class_to_replicate=lambda: PoolLayer(self.index))
         self._stock_driven = True
+        self._config = config
         self.accept_wide_prompt(True)
 
     def __repr__(self) -> str:
@@ -255,11 +258,14 @@ class PagedBeamCache(BeamVerbs, Cache):
         self.index.reset()
 
     def to_dynamic(self) -> DynamicCache:
-        """transformers' own layout: one row per beam, ``[B·W, Hkv, length, D]`` in each layer."""
-        dynamic = DynamicCache()
+        """transformers' own layout: one row per beam, ``[B·W, Hkv, length, D]`` in each layer; all data is copied."""
+        dynamic = DynamicCache(config=self._config.get_text_config(decoder=True))
         for number, layer in enumerate(self.layers):
-            if layer.keys is not None:
+            if not isinstance(layer, PoolLayer):
+                dynamic.layers[number] = copy.deepcopy(layer)
+            elif layer.is_initialized:
                 dynamic.update(layer.keys, layer.values, number)
+                versions.set_length(dynamic.layers[number], layer.length)
         return dynamic
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
@@ -374,8 +380,8 @@ def adopt_prefix(prefix: Cache, config: PreTrainedConfig, num_beams: int, batch_
 def _adopt_layers(theirs: Cache, ours: Cache, num_beams: int, batch_size: int) -> None:
     for number, layer in enumerate(theirs.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.shape[-2] != layer.get_seq_length():
-            raise NotImplementedError(f"layer {number} of the given cache, {layer}, does not hold its whole prefix")
+        if keys is None or values is None:
+            raise NotImplementedError(f"layer {number} of the given cache, {layer}, holds no keys")
         if keys.shape[0] == batch_size * num_beams:
             keys, values = one_row_per_prompt(keys, num_beams), one_row_per_prompt(values, num_beams)
         elif keys.shape[0] != batch_size:
@@ -383,4 +389,10 @@ def _adopt_layers(theirs: Cache, ours: Cache, num_beams: int, batch_size: int) -
                 f"the given cache has {keys.shape[0]} rows; expected {batch_size} (one per prompt) or "
                 f"{batch_size * num_beams} (one per beam)"
             )
+        dropped = layer.get_seq_length() - keys.shape[-2]
+        if dropped:
+            if not getattr(layer, "is_sliding", False):
+                raise NotImplementedError(f"layer {number} of the given cache, {layer}, does not hold its whole prefix")
+            # A window has moved on. Zeros stand in for what it left behind, which no later token sees.
+            keys, values = (functional.pad(tensor, (0, 0, dropped, 0)) for tensor in (keys, values))
         ours.update(keys, values, number)

@@ -121,7 +121,8 @@ class PoolLayer(_IndexedLayer):
 
     Args:
         index: the table shared by all layers.
-        sliding_window: the layer's window in tokens, or None. All slots are kept: the mask decides what is seen.
+        sliding_window: the layer's window in tokens, or None. All slots are kept, and in a folded step the mask decides
+            what is seen; otherwise the layer shows what transformers' sliding layer would: the last window of tokens.
     """
 
     def __init__(self, index: BeamIndex, sliding_window: int | None = None):
@@ -148,8 +149,9 @@ class PoolLayer(_IndexedLayer):
             return self._append_prompt(key_states, value_states)
         if key_states.shape[-2] != 1:
             raise ValueError(f"a beam takes one token per step, but got {key_states.shape[-2]}")
+        first = self._first_shown()
         self.write(key_states, value_states)
-        return self.keys, self.values
+        return self._show(first)
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write one token per beam into the slots that the index gave it."""
@@ -164,20 +166,33 @@ class PoolLayer(_IndexedLayer):
         """Undo the last `write`, so that the same step can be run again."""
         self.length = self.index.prompt_length + self.index.paths.shape[1] - 1
 
-    def read(self, stored: torch.Tensor | None) -> torch.Tensor | None:
+    def read(self, stored: torch.Tensor | None, first: int | None = None) -> torch.Tensor | None:
+        """Keys or values as the model must see them, from position `first` on (not in a folded step: all slots)."""
         if stored is None:
             return None
-        if not self.index.decoding:
-            return self._as_rows(stored) if self.wide_prompt else stored
-        if self.index.folded:
+        if self.index.decoding and self.index.folded:
             return stored[:, :, : self.index.prompt_length + self.index.tree_slots]
-        return self._gather(stored)
+        first = self._first_shown() if first is None else first
+        if self.index.decoding:
+            return self._gather(stored, first)
+        prompt = stored[:, :, first:]
+        return self._as_rows(prompt) if self.wide_prompt else prompt
 
     def get_seq_length(self) -> int:
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        first = self._first_shown()
+        return self.length + query_length - first, first
+
+    def _first_shown(self) -> int:
+        """First cache position that a query after the present tokens may see."""
+        return 0 if self.sliding_window is None else max(self.length - self.sliding_window + 1, 0)
+
+    def _show(self, first: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.index.folded:
+            return self.keys, self.values
+        return self.read(self._keys, first), self.read(self._values, first)
 
     def reset(self) -> None:
         super().reset()
@@ -189,10 +204,11 @@ class PoolLayer(_IndexedLayer):
             self._keys, self._values = key_rows, value_rows
             self.length = key_rows.shape[-2]
             return key_states, value_states
+        first = self._first_shown()
         self._keys = torch.cat([self._keys, key_rows], dim=-2)
         self._values = torch.cat([self._values, value_rows], dim=-2)
         self.length = self._keys.shape[-2]
-        return self.keys, self.values
+        return self._show(first)
 
     def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Write ``[B·W, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[B, W]``; the pool grows if it must."""
@@ -215,9 +231,9 @@ class PoolLayer(_IndexedLayer):
         larger[:, :, : pool.shape[2]] = pool
         return larger
 
-    def _gather(self, stored: torch.Tensor) -> torch.Tensor:
-        """``[B, Hkv, S, D]`` to ``[B·W, Hkv, length, D]``."""
-        rows = self.index.rows(self.length).to(stored.device)  # [B, W, length]
+    def _gather(self, stored: torch.Tensor, first: int) -> torch.Tensor:
+        """``[B, Hkv, S, D]`` to ``[B·W, Hkv, length - first, D]``."""
+        rows = self.index.rows(self.length)[..., first:].to(stored.device)  # [B, W, length - first]
         prompt = torch.arange(rows.shape[0], device=stored.device).view(-1, 1, 1)
         return stored.transpose(1, 2)[prompt, rows].flatten(0, 1).transpose(1, 2)
 

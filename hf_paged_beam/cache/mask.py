@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
 from .. import versions
 from .step import current_step
@@ -33,6 +33,9 @@ def pool_mask(
     per prompt. The arguments are those of transformers' mask functions.
     """
     step = current_step()
+    if step is not None and q_offset == 0 and mask_function is bidirectional_mask_function and not use_vmap:
+        # Cross-attention: padding is all there is, and whether there is any is not looked up, which would be a read.
+        return None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool)
     if step is None or q_offset == 0:
         make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         return make(

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from .. import versions
 from ..cache import NAME, CannotFoldError, FoldedStep, running
 from ..versions import GenerativeModel
+from .memory import is_out_of_memory
 from .prompt import widen_inputs
 
 _foldable: weakref.WeakKeyDictionary[type, dict[str | None, bool]] = weakref.WeakKeyDictionary()
@@ -93,14 +94,19 @@ class DecodeSteps:
         try:
             outputs = self._forward(input_ids)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
-            logger.info(f"{type(self.model).__name__}: keys are gathered, because folding failed: {error}")
-            _foldable.setdefault(type(self.model), {})[self.model.config._attn_implementation] = False
-            self.path = "gathered"
-            self._kwargs = self._widen(self._prompt_kwargs)
-            self.cache.rewind(states)
-            return self._forward(input_ids)
+            return self._gather_instead(input_ids, states, error)
+        return outputs
+
+    def _gather_instead(self, input_ids: torch.Tensor, states: list[Any] | None, error: Exception) -> Any:
+        self.path = "gathered"
+        self._kwargs = self._widen(self._prompt_kwargs)
+        self.cache.rewind(states)
+        outputs = self._forward(input_ids)
+        # Noted only now: an error that has nothing to do with folding was raised again.
+        _foldable.setdefault(type(self.model), {})[self.model.config._attn_implementation] = False
+        logger.info(f"{type(self.model).__name__}: keys are gathered, because folding failed: {error}")
         return outputs
 
     def _choose_path(self, beam_attention: str, wants_maps: bool) -> str:

@@ -95,17 +95,18 @@ def build_output(
         "logits": kept.logits,
         "beam_indices": beam_indices.flatten(0, 1),
         "token_logprobs": sequences.token_scores.flatten(0, 1),
-        "kv_usage": cache.usage(),
-        "beam_path": beam_path,
         versions.CACHE_ARGUMENT: cache,
     }
-    if not kept.is_encoder_decoder:
-        return versions.BeamDecoderOnlyOutput(attentions=kept.attentions, hidden_states=kept.hidden_states, **common)
-    return versions.BeamEncoderDecoderOutput(
-        encoder_attentions=encoder_outputs.get("attentions") if settings.output_attentions else None,
-        encoder_hidden_states=encoder_outputs.get("hidden_states") if settings.output_hidden_states else None,
-        decoder_attentions=kept.attentions,
-        cross_attentions=kept.cross_attentions,
-        decoder_hidden_states=kept.hidden_states,
-        **common,
-    )
+    if kept.is_encoder_decoder:
+        output: Any = versions.BeamEncoderDecoderOutput(
+            encoder_attentions=encoder_outputs.get("attentions") if settings.output_attentions else None,
+            encoder_hidden_states=encoder_outputs.get("hidden_states") if settings.output_hidden_states else None,
+            decoder_attentions=kept.attentions,
+            cross_attentions=kept.cross_attentions,
+            decoder_hidden_states=kept.hidden_states,
+            **common,
+        )
+    else:
+        output = versions.BeamDecoderOnlyOutput(attentions=kept.attentions, hidden_states=kept.hidden_states, **common)
+    output.kv_usage, output.beam_path = cache.usage(), beam_path
+    return output

@@ -13,9 +13,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from .candidates import best_candidates, best_processed, sampled_candidates
 from .decode import DecodeSteps
 from .history import History
 from .lengths import LengthTables
+from .memory import explain_out_of_memory
 from .output import StepOutputs, build_output
 from .prompt import prepare_cache, run_prompt
 from .scores import ProcessedScores
@@ -73,7 +72,7 @@ def run_search(call: SearchCall) -> Any:
         torch.OutOfMemoryError: with what was searched, and what would make it smaller, added to its message.
     """
     search = BeamSearch(call)
-    with explain_out_of_memory(search):
+    with explain_out_of_memory(search.cache, search.batch_size, search.prompt_length):
         return search.run()
 
 
@@ -102,6 +101,7 @@ class BeamSearch:
 
     def run(self) -> Any:
         outputs, decode = self._prompt()
+        self._other_ranks_search(over=False)
         rows = self.call.input_ids if self._needs_rows(decode) else None  # [B·R, length]
         state = SearchState.initial(self.batch_size, self.settings.num_beams, self.device)
         while True:
@@ -116,8 +116,10 @@ class BeamSearch:
             self.history.record(candidates, chosen)
             if self._fork_and_read(state, candidates, hits, chosen):
                 break
+            self._other_ranks_search(over=False)
             outputs = decode(chosen.tokens.flatten(), rows)
-        self._wait_for_other_ranks(decode, chosen, rows)
+        while self._other_ranks_search(over=True):
+            decode(chosen.tokens.flatten(), rows)
         self.cache.end()
         return self._output(state, decode.beam_path)
 
@@ -184,11 +186,14 @@ class BeamSearch:
         self.cache.grow(told // _SLOTS)
         return bool(told & _OVER)
 
-    def _wait_for_other_ranks(self, decode: DecodeSteps, chosen: Chosen, rows: torch.Tensor | None) -> None:
-        """With `synced_gpus`, keep the model running for the ranks that still search; results are not changed."""
-        model = self.call.model
-        while self.call.synced_gpus and model._has_unfinished_sequences(True, True, device=self.device):
-            decode(chosen.tokens.flatten(), rows)
+    def _other_ranks_search(self, *, over: bool) -> bool:
+        """With `synced_gpus`: tell the other ranks before each step whether this one is done; whether any is not.
+
+        All ranks must run the model equally often, or those that still search wait for ever.
+        """
+        if not self.call.synced_gpus:
+            return False
+        return bool(self.call.model._has_unfinished_sequences(over, True, device=self.device))
 
     def _output(self, state: SearchState, beam_path: str) -> Any:
         return build_output(
@@ -208,19 +213,3 @@ def _continue_rows(rows: torch.Tensor, parents: torch.Tensor, tokens: torch.Tens
     source = rows.view(batch, -1, rows.shape[-1])
     inherited = source.gather(1, parents.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
     return torch.cat([inherited, tokens.unsqueeze(-1)], dim=-1).view(batch * count, -1)
-
-
-@contextlib.contextmanager
-def explain_out_of_memory(search: BeamSearch) -> Iterator[None]:
-    """Add to torch's out-of-memory error what was being searched, and what would make it smaller."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
-            raise
-        held = search.cache.held_bytes() / 2**20
-        raise type(error)(
-            f"{error}\nThe search had {search.batch_size} prompts (B) of {search.settings.num_beams} beams each (W), "
-            f"prompts of {search.prompt_length} tokens, and held {held:.1f} MiB of keys and values. A smaller batch, "
-            f"fewer beams (num_beams), fewer tokens (max_new_tokens) or a smaller dtype need less memory."
-        ) from error

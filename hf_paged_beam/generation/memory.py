@@ -1,0 +1,38 @@
+"""What an exhausted memory is told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch ran out of memory, on a GPU or (where the error is a plain `RuntimeError`) on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    )
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(cache: Any, batch_size: int, prompt_length: int) -> Iterator[None]:
+    """Add to torch's error what was being searched, and what would make it smaller.
+
+    Args:
+        cache: the search's cache.
+        batch_size: `B`.
+        prompt_length: `P`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        held = cache.held_bytes() / 2**20
+        raise type(error)(
+            f"{error}\nThe search had {batch_size} prompts (B) of {cache.num_beams} beams each (W), prompts of "
+            f"{prompt_length} tokens, and held {held:.1f} MiB of keys and values. A smaller batch, fewer beams "
+            f"(num_beams), fewer tokens (max_new_tokens) or a smaller dtype need less memory."
+        ) from error
