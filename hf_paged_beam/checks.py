@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .generation import check_counts
-from .versions import GenerativeModel
+from .versions import GenerativeModel, has_seen_tokens
 
 
 def is_beam_search(model: GenerativeModel, arguments: dict[str, Any]) -> bool:
@@ -94,7 +94,7 @@ def _check_mask(shape: torch.Size, arguments: dict[str, Any]) -> None:
 
 
 def _holds_tokens(cache: Any) -> bool:
-    return cache is not None and cache.get_seq_length() > 0
+    return cache is not None and has_seen_tokens(cache)
 
 
 def _check_ids(name: str, ids: torch.Tensor, model: GenerativeModel, *, decoder: bool) -> None:

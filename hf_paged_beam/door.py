@@ -12,7 +12,6 @@ differs in two points: inputs are not repeated for every beam, and the decoding 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +110,12 @@ def beam_search(
         check_prepared(model, narrow_ids, narrow_kwargs)
         return _search(model, narrow_ids, options, **prepared, **narrow_kwargs)
     except HandOver as handed_over:
-        method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+        method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)
+        if method is None:
+            raise ValueError(
+                f"{mode.value} is no longer part of transformers; its repository is named by generate() without "
+                f"custom_generate. This package searches plain beams: leave out what asks for {mode.value}."
+            ) from None
         return _mark_handed_over(method(model, input_ids, **prepared, **model_kwargs), handed_over)
 
 
@@ -141,22 +145,21 @@ def enable(model: GenerativeModel) -> GenerativeModel:
     """
     if not callable(getattr(type(model), "generate", None)):
         raise TypeError(f"enable() takes a model with a generate method, but got {type(model).__name__}")
-    model.__dict__["generate"] = types.MethodType(_enabled_generate, model)
+    model.__dict__["generate"] = functools.partial(_enabled_generate, model)
     return model
 
 
 def disable(model: GenerativeModel) -> GenerativeModel:
     """Undo `enable`; a model that was not enabled stays as it is. Returns the model itself."""
-    enabled = model.__dict__.get("generate")
-    if getattr(enabled, "__func__", None) is _enabled_generate:
+    if getattr(model.__dict__.get("generate"), "func", None) is _enabled_generate:
         del model.__dict__["generate"]
     return model
 
 
-def _enabled_generate(self: GenerativeModel, *args: Any, **kwargs: Any) -> Any:
+def _enabled_generate(model: GenerativeModel, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("custom_generate") is None:
         kwargs["custom_generate"] = NAME
-    return type(self).generate(self, *args, **kwargs)
+    return type(model).generate(model, *args, **kwargs)
 
 
 def register_name() -> None:

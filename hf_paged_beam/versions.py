@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
     GenerateBeamDecoderOnlyOutput,
@@ -86,6 +86,23 @@ def is_attention(layer: Any) -> bool:
 def is_recurrent(layer: Any) -> bool:
     """Whether a stock layer keeps a recurrent or convolution state per row."""
     return hasattr(layer, RECURRENT_STATE_METHOD)
+
+
+def is_quantized(cache: Any) -> bool:
+    """Whether a cache stores quantised keys."""
+    return any(isinstance(layer, QuantizedLayer) or "Quantized" in type(layer).__name__ for layer in _layers(cache))
+
+
+def has_seen_tokens(cache: Any) -> bool:
+    """Whether a cache holds a prefix, in keys or in recurrent states."""
+    if any(is_attention(layer) for layer in _layers(cache)):
+        return cache.get_seq_length() > 0
+    states = [getattr(layer, "has_previous_state", False) for layer in _layers(cache)]
+    return any(any(state.values()) if isinstance(state, dict) else state for state in states)
+
+
+def _layers(cache: Any) -> list[Any]:
+    return list(getattr(cache, "self_attention_cache", cache).layers)
 
 
 def set_length(layer: Any, length: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from transformers import (
     BartConfig,
@@ -57,8 +59,14 @@ def _gemma3():
 def _gpt2():
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, pad_token_id=PAD,
-            eos_token_id=EOS, bos_token_id=None,
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=None,
         )  # fmt: skip
     )
 
@@ -66,8 +74,16 @@ def _gpt2():
 def _t5():
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_decoder_layers=2, num_heads=4,
-            pad_token_id=PAD, eos_token_id=EOS, decoder_start_token_id=START,
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=37,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            decoder_start_token_id=START,
         )  # fmt: skip
     )
 
@@ -120,3 +136,20 @@ def prompts(kind: str, batch_size: int = 2, length: int = 7, *, padded: bool = T
         attention_mask[row, where] = 0
         input_ids[row, where] = PAD
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+@functools.cache
+def shared_model(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """`tiny_model`, made once for all tests that do not change it."""
+    return tiny_model(kind, dtype=dtype)
+
+
+def double_model(kind: str) -> PreTrainedModel:
+    """The shared float64 model: its scores leave nothing to rounding, so that orders can be compared exactly."""
+    return shared_model(kind, torch.float64)
+
+
+def prompts_for(model: PreTrainedModel, kind: str, batch_size: int = 2, **shape: int) -> dict:
+    """`prompts`, with features in the model's dtype."""
+    inputs = prompts(kind, batch_size, **shape)
+    return {name: given.to(model.dtype) if given.is_floating_point() else given for name, given in inputs.items()}

@@ -254,8 +254,10 @@ class PagedBeamCache(BeamVerbs, Cache):
         self._stock_reorder(beam_idx)
 
     def reset(self) -> None:
+        """Forget all tokens; the cache is as new."""
         super().reset()
         self.index.reset()
+        self.accept_wide_prompt(True)
 
     def to_dynamic(self) -> DynamicCache:
         """transformers' own layout: one row per beam, ``[B·W, Hkv, length, D]`` in each layer; all data is copied."""
@@ -332,8 +334,10 @@ class PagedBeamEncoderDecoderCache(BeamVerbs, EncoderDecoderCache):
         self._stock_reorder(beam_idx)
 
     def reset(self) -> None:
+        """Forget all tokens; the cache is as new."""
         super().reset()
         self.index.reset()
+        self.accept_wide_prompt(True)
 
     def to_dynamic(self) -> EncoderDecoderCache:
         """transformers' own layout: one row per beam in self- and cross-attention."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -142,14 +143,29 @@ def _attention_configs(model: GenerativeModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+_borrowed: dict[int, tuple[PreTrainedConfig, Any, int]] = {}
+"""Configurations whose attention is set at present: what stood there before, and how many searches hold it."""
+_borrowing = threading.Lock()
+
+
 @contextlib.contextmanager
 def _attention_set_to(name: str, configs: list[PreTrainedConfig]) -> Iterator[None]:
-    """Set the attention implementation of these configurations, and put back what was there."""
-    before = [config._attn_implementation_internal for config in configs]
-    try:
+    """Set the attention implementation of these configurations, and put back what was there.
+
+    Models in two threads may share a configuration: the last one to leave puts it back.
+    """
+    with _borrowing:
         for config in configs:
+            _, before, holders = _borrowed.get(id(config), (config, config._attn_implementation_internal, 0))
+            _borrowed[id(config)] = (config, before, holders + 1)
             config._attn_implementation_internal = name
+    try:
         yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
+        with _borrowing:
+            for config in configs:
+                _, before, holders = _borrowed.pop(id(config))
+                if holders > 1:
+                    _borrowed[id(config)] = (config, before, holders - 1)
+                else:
+                    config._attn_implementation_internal = before

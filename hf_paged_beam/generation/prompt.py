@@ -51,7 +51,9 @@ def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict
         raise HandOver(f"{type(model).__name__} reorders its cache in a way of its own")
     if not isinstance(given, Cache):
         raise HandOver(f"a cache of type {type(given).__name__} is not a transformers Cache")
-    if given.get_seq_length() > 0:
+    if versions.is_quantized(given):
+        raise HandOver(f"a {type(given).__name__} with quantised layers stores keys in a way that a pool does not")
+    if versions.has_seen_tokens(given):
         return _adopt(given, model, config.num_beams, batch_size)
     if isinstance(given, _OURS):
         if given.num_beams != config.num_beams:

@@ -1,0 +1,316 @@
+"""Device and synchronisation, without a GPU.
+
+On ``meta`` tensors there are no values, so that any read of one by the host raises. On the CPU every operation of a
+whole search is counted: what the host reads, how many rows a forward pass gets, how large the tensors are.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from comparing import search_both
+from tiny_models import BUILDERS, DECODER_ONLY, ENCODER_DECODER, VOCABULARY, prompts, tiny_model
+from torch.utils._pytree import tree_map_only
+from transformers import EosTokenCriteria, LlamaForCausalLM, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation.utils import GenerationMixin
+from watching import Watch, forward_rows, watching
+
+from hf_paged_beam import PagedBeamCache
+from hf_paged_beam.cache import FoldedStep, folded_attention, running
+from hf_paged_beam.cache.index import BeamIndex
+from hf_paged_beam.cache.layers import PoolLayer
+from hf_paged_beam.generation.advance import advance
+from hf_paged_beam.generation.candidates import best_candidates, best_processed, sampled_candidates
+from hf_paged_beam.generation.decode import DecodeSteps
+from hf_paged_beam.generation.history import History
+from hf_paged_beam.generation.lengths import LENGTH_NORMALIZATIONS, LengthTables
+from hf_paged_beam.generation.prompt import run_prompt
+from hf_paged_beam.generation.state import SearchState
+from hf_paged_beam.generation.stopping import CandidateStopping, search_over
+from hf_paged_beam.versions import CACHE_ARGUMENT
+
+META = torch.device("meta")
+BATCH, WIDTH, PROMPT, STEPS = 3, 7, 23, 5
+"""B·W = 21 rows, and a prompt of 23: numbers that no dimension of the tiny models has."""
+
+
+def no_values(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device=META)
+
+
+# --- no value is read: steps on meta tensors ---
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("normalization", LENGTH_NORMALIZATIONS)
+def test_a_search_step_reads_no_value(normalization: str, early_stopping: bool | str) -> None:
+    """Candidates, stopping, advance, history and the stop test run where there is nothing to read."""
+    tables = LengthTables(BATCH, STEPS, length_penalty=0.7, normalization=normalization, early_stopping=early_stopping,
+                          device=META)  # fmt: skip
+    criteria = [MaxLengthCriteria(PROMPT + STEPS), EosTokenCriteria([3, 5]), MaxTimeCriteria(60.0, time.time())]
+    stopping = CandidateStopping(StoppingCriteriaList(criteria))
+    state, history = SearchState.initial(BATCH, WIDTH, META), History()
+    with Watch() as watch:
+        for length, rows in ((1, BATCH), (2, BATCH * WIDTH), (3, BATCH * WIDTH)):
+            logits = torch.empty(rows, VOCABULARY, device=META)
+            candidates = best_candidates(logits, state.running_scores, 3 * WIDTH)
+            hits = stopping.hits(candidates, PROMPT + length, None, None)
+            state, chosen = advance(
+                state, candidates, hits, length=length, tables=tables, early_stopping=early_stopping
+            )
+            history.record(candidates, chosen)
+            over = search_over(state, hits, early_stopping)
+    assert over.device == META and over.shape == ()
+    assert state.running_scores.shape == chosen.tokens.shape == (BATCH, WIDTH)
+    assert "read" not in watch.events
+
+
+@pytest.mark.parametrize("choose", [best_candidates, best_processed, sampled_candidates])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 2])
+def test_candidates_are_chosen_without_a_read(choose: Any, vocabulary: int) -> None:
+    """Also where the vocabulary offers fewer continuations than asked for."""
+    with Watch() as watch:
+        found = choose(torch.empty(BATCH, vocabulary, device=META), torch.empty(BATCH, 1, device=META), 2 * WIDTH)
+    assert found.scores.device == META
+    assert found.scores.shape == found.tokens.shape == found.parents.shape == (BATCH, 2 * WIDTH)
+    assert "read" not in watch.events
+
+
+def meta_index(steps: int) -> BeamIndex:
+    """An index table after some steps, its high-water mark bounded by the host alone."""
+    index = BeamIndex(WIDTH)
+    index.begin_decode(BATCH, PROMPT, META)
+    for step in range(steps):
+        high_water = index.fork(no_values(BATCH * WIDTH))
+        assert high_water.shape == () and high_water.device == META
+        index.set_high_water((step + 1) * WIDTH)
+    return index
+
+
+def test_the_index_table_moves_without_a_read() -> None:
+    """Forking, liveness, visibility, positions and rows of the table are tensors all the way."""
+    with Watch() as watch:
+        index = meta_index(3)
+        visible, positions, rows = index.visible(), index.positions(), index.rows(PROMPT + 3)
+        live, write = index.live(), index.write_slots()
+        index.drop_pending()
+    slots = PROMPT + 3 * WIDTH
+    assert visible.shape == (BATCH, WIDTH, slots) and positions.shape == (BATCH, slots)
+    assert rows.shape == (BATCH, WIDTH, PROMPT + 3)
+    assert live.shape == (BATCH, 3 * WIDTH) and write.shape == (BATCH, WIDTH)
+    assert "read" not in watch.events
+
+
+@pytest.mark.parametrize("batch_size", [1, BATCH])
+def test_a_pool_is_written_and_attended_without_a_read(batch_size: int) -> None:
+    """Growth, a write of one token per beam, and the folded attention over the pool."""
+    index = BeamIndex(WIDTH)
+    layer = PoolLayer(index)
+    module = LlamaForCausalLM(tiny_model("llama").config).model.layers[0].self_attn
+    with Watch() as watch:
+        prompt = torch.empty(batch_size, 2, PROMPT, 8, device=META)
+        layer.update(prompt, prompt)
+        index.begin_decode(batch_size, PROMPT, META)
+        for step in range(3):
+            index.fork(no_values(batch_size * WIDTH))
+            index.set_high_water((step + 1) * WIDTH)
+            token = torch.empty(batch_size * WIDTH, 2, 1, 8, device=META)
+            with running(FoldedStep(index)) as folded:
+                keys, values = layer.update(token, token)
+                query = torch.empty(batch_size * WIDTH, 4, 1, 8, device=META)
+                attended, _ = folded_attention(module, query, keys, values, None)
+                assert folded.all_attended()
+    assert keys.shape == (batch_size, 2, PROMPT + 3 * WIDTH, 8)
+    assert attended.shape == (batch_size * WIDTH, 1, 4, 8)
+    assert "read" not in watch.events
+
+
+def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Model inputs without values, the cache's keys included."""
+    cache = kwargs[CACHE_ARGUMENT]
+    for layer in cache.indexed_layers():
+        layer._keys, layer._values = layer._keys.to(META), layer._values.to(META)
+    moved = {name: given for name, given in kwargs.items() if name != CACHE_ARGUMENT}
+    return {**tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), moved), CACHE_ARGUMENT: cache}
+
+
+def prompt_that_ran(kind: str, model: torch.nn.Module, *, masked: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The prompt's ids and the model's inputs after a pass over padded prompts."""
+    inputs = prompts(kind, BATCH, PROMPT)
+    kwargs: dict[str, Any] = {CACHE_ARGUMENT: PagedBeamCache(model.config, WIDTH), "use_cache": True}
+    kwargs[CACHE_ARGUMENT].accept_wide_prompt(False)
+    if masked and kind != "whisper":
+        kwargs["attention_mask"] = inputs.pop("attention_mask")
+    inputs.pop("attention_mask", None)
+    if kind in ENCODER_DECODER:
+        shown = {**inputs, **({"attention_mask": kwargs["attention_mask"]} if "attention_mask" in kwargs else {})}
+        kwargs["encoder_outputs"] = model.get_encoder()(**shown, return_dict=True)
+        ids = torch.ones(BATCH, 1, dtype=torch.int64)
+    else:
+        ids = inputs["input_ids"]
+    _, kwargs = run_prompt(model, ids, model.generation_config, kwargs)
+    return ids, kwargs
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [*((kind, "folded") for kind in BUILDERS), *((kind, "gathered") for kind in DECODER_ONLY)]
+)
+@torch.no_grad()
+def test_a_decode_step_of_a_model_reads_no_value(kind: str, path: str) -> None:
+    """Two steps of the whole model over the cache; folded, with a mask of the prompt's padding.
+
+    On the gathered path the model's masks are transformers' own, which reads what it is given (BART gives it a mask of
+    ones even where the caller gave none, so that encoder-decoder models are left out there).
+    """
+    model = tiny_model(kind)
+    model.config.pad_token_id = None  # GPT-2 would look for padding where it gets no mask
+    ids, kwargs = prompt_that_ran(kind, model, masked=path == "folded")
+    model.to(META)
+    kwargs, cache = on_meta(kwargs), kwargs[CACHE_ARGUMENT]
+    cache.begin_decode(BATCH, META)
+    decode = DecodeSteps(model, cache, kwargs, beam_attention=path, wants_maps=False)
+    with Watch() as watch:
+        for step in range(2):
+            cache.fork(no_values(BATCH * WIDTH))
+            cache.grow((step + 1) * WIDTH)
+            outputs = decode(no_values(BATCH * WIDTH), no_values(BATCH * WIDTH, ids.shape[1] + step + 1))
+    assert outputs.logits.shape == (BATCH * WIDTH, 1, VOCABULARY)
+    assert outputs.logits.device == META
+    assert "read" not in watch.events
+
+
+# --- what the host reads in a whole search ---
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tensor": {"return_dict_in_generate": False, "output_scores": False},
+    "object": {},
+    "processors": {"repetition_penalty": 1.3, "min_new_tokens": 2, "temperature": 0.7},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "eleven ends": {"eos_token_id": list(range(5, 16))},
+    "never": {"early_stopping": "never", "length_penalty": -0.5},
+    "gathered": {"beam_attention": "gathered"},
+    "one prompt": {},
+}
+
+
+def watched_search(kind: str, batch_size: int = BATCH, **settings: Any) -> tuple[Watch, Any]:
+    """A search over padded prompts, by the general ``generate`` (Whisper's own reads values of its own)."""
+    model, inputs = tiny_model(kind), prompts(kind, batch_size, PROMPT)
+    call = {"num_beams": WIDTH, "max_new_tokens": STEPS, "return_dict_in_generate": True, "output_scores": True,
+            "do_sample": False, "custom_generate": "hf_paged_beam"}  # fmt: skip
+    model.config.pad_token_id = None  # GPT-2 would look for padding in the ids of every forward pass
+    with watching(model) as watch:
+        output = GenerationMixin.generate(model, **inputs, **{**call, **settings})
+    return watch, output
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_the_host_reads_one_value_per_step(kind: str, setting: str) -> None:
+    """The stop test, once per step; after the search the longest length, and for an object what the cache holds.
+
+    Reads before the loop, and within the prompt's forward pass, are transformers' own preparation.
+    """
+    batch_size = 1 if setting == "one prompt" else BATCH
+    watch, output = watched_search(kind, batch_size, **SETTINGS[setting])
+    within, after = watch.reads_between_forwards()
+    assert len(within) == len(after) >= 3
+    if setting != "gathered":  # there, masks are transformers' own
+        assert within[1:] == [0] * (len(within) - 1)
+    assert after[:-1] == [1] * (len(after) - 1)
+    assert after[-1] == (2 if isinstance(output, torch.Tensor) else 3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_the_work_of_a_step_does_not_depend_on_the_width(kind: str) -> None:
+    """As many operations with 3 beams as with 40: nothing is done beam by beam. Only pools grow more often."""
+
+    def operations(width: int, first: int) -> list[int]:
+        watch, _ = watched_search(kind, num_beams=width, eos_token_id=None)
+        phases = [phase for phase, *_ in watch.made]
+        return [phases.count(phase) for phase in range(first, 2 * STEPS, 2)]
+
+    assert operations(3, first=2) == operations(40, first=2)
+    assert abs(max(operations(3, first=3)) - max(operations(40, first=3))) < 20
+
+
+# --- how many rows there are ---
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_rows_of_each_forward_pass(kind: str, setting: str) -> None:
+    """The prompt and the encoder run once, at one row per prompt; each decode step at one row per beam."""
+    model = tiny_model(kind)
+    batch_size = 1 if setting == "one prompt" else BATCH
+    encoder = model.get_encoder() if kind in ENCODER_DECODER else torch.nn.Identity()
+    call = {"num_beams": WIDTH, "max_new_tokens": STEPS, "custom_generate": "hf_paged_beam", **SETTINGS[setting]}
+    with forward_rows(model) as rows, forward_rows(encoder) as encoder_rows:
+        GenerationMixin.generate(model, **prompts(kind, batch_size, PROMPT), **call)
+    assert rows == [batch_size] + [batch_size * WIDTH] * (len(rows) - 1)
+    assert len(rows) >= 3
+    assert encoder_rows == ([batch_size] if kind in ENCODER_DECODER else [])
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_nothing_at_one_row_per_beam_while_the_prompt_runs(kind: str) -> None:
+    """From the beginning of the call to the end of the prompt's pass: no hidden states, keys or logits of B·W rows."""
+    watch, _ = watched_search(kind)
+    early = [entry for entry in watch.made if entry[0] <= 1 and entry[3].is_floating_point]
+    assert len(early) > 50
+    for _, name, shape, _ in early:
+        assert not shape or shape[0] != BATCH * WIDTH, f"{name} made {tuple(shape)}"
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_no_keys_per_beam_while_decoding(kind: str) -> None:
+    """The largest tensor of a decode step is smaller than one layer's prompt keys at one row per beam."""
+    config = tiny_model(kind).config.get_text_config(decoder=True)
+    key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    prompt_columns = 20 if kind == "whisper" else PROMPT
+    keys_per_beam = BATCH * WIDTH * key_heads * prompt_columns * 8  # heads have 8 entries in all tiny models
+    watch, _ = watched_search(kind)
+    sizes = [shape.numel() for phase, _, shape, _ in watch.made if phase >= 3]
+    assert len(sizes) > 100
+    assert max(sizes) < keys_per_beam
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_attention_reads_each_key_once_per_prompt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attention call of the search, cross-attention included, gets keys at `B` rows, as they lie in the pool."""
+    called = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        called.append((query.shape, key.shape))
+        return attention(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    watched_search(kind)
+    assert {key[0] for _, key in called} == {BATCH}
+    folded = [query for query, _ in called if query[2] % WIDTH == 0]
+    layers_read = 4 if kind in ENCODER_DECODER else 2
+    assert len(folded) == (STEPS - 1) * layers_read
+
+
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+@pytest.mark.parametrize("setting", ["tensor", "processors", "object"])
+def test_log_probabilities_only_where_somebody_needs_them(kind: str, setting: str) -> None:
+    """Without processors and without scores to return, no ``[rows, V]`` log-softmax is computed at all."""
+    watch, _ = watched_search(kind, **SETTINGS[setting])
+    shapes = [tuple(shape) for _, name, shape, _ in watch.made if name == "aten::_log_softmax"]
+    if setting == "tensor":
+        assert shapes == []
+    else:
+        assert shapes == [(BATCH, VOCABULARY)] + [(BATCH * WIDTH, VOCABULARY)] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("kind", DECODER_ONLY)
+def test_the_watched_search_is_the_right_one(kind: str) -> None:
+    """What is measured above is the search that equals transformers' own, by the folded path."""
+    stock, ours = search_both(tiny_model(kind), prompts(kind, BATCH, PROMPT), num_beams=WIDTH, max_new_tokens=STEPS)
+    assert torch.equal(stock.sequences, ours.sequences)
+    assert ours.beam_path == "folded"
