@@ -100,13 +100,14 @@ def fold(query: torch.Tensor, num_beams: int, key_heads: int) -> torch.Tensor:
     """``[B·W, H, 1, D]`` to ``[B, Hkv, G·W, D]``, group-major."""
     rows, heads, _, size = query.shape
     grouped = query.view(rows // num_beams, num_beams, key_heads, heads // key_heads, size)  # [B, W, Hkv, G, D]
-    return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return grouped.permute(0, 2, 3, 1, 4).reshape(rows // num_beams, key_heads, -1, size)
 
 
 def unfold(output: torch.Tensor, num_beams: int, groups: int) -> torch.Tensor:
     """``[B, Hkv, G·W, Dv]`` back to ``[B·W, 1, H, Dv]``."""
-    split = output.unflatten(2, (groups, num_beams))  # [B, Hkv, G, W, Dv]
-    return split.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1).unsqueeze(1)
+    batch, key_heads, _, size = output.shape
+    split = output.reshape(batch, key_heads, groups, num_beams, size)
+    return split.permute(0, 3, 1, 2, 4).reshape(batch * num_beams, 1, key_heads * groups, size)
 
 
 def _attend_rows(module, query, key, value, attention_mask, **extras):
@@ -122,9 +123,9 @@ def _pool_mask(
 
     def make() -> torch.Tensor:
         if mask is None:
-            additive = _additive(step.visible().unsqueeze(1), key)
+            additive = step.visible_additive(key.dtype).to(key.device).unsqueeze(1)
         elif step.speaks_of_slots(mask):
-            additive = _additive(mask, key)
+            additive = mask.to(key) if mask.is_floating_point() else _additive(mask, key)
         else:
             additive = _masked(_at_slots(step, mask, key), step.visible().unsqueeze(1), key)
         if bias is not None:

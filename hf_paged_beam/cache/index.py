@@ -46,7 +46,7 @@ class BeamIndex:
         self.tree_slots = 0
         self.decoding = False
         self.paths = torch.empty(0, 0, dtype=torch.int64)
-        self._write_slots = torch.empty(0, 0, dtype=torch.int64)
+        self._write_slots = self._wanted = torch.empty(0, 0, dtype=torch.int64)
         self.folded = False
         self.handed: dict[int, tuple[torch.Tensor, Any]] = {}
 
@@ -54,6 +54,7 @@ class BeamIndex:
         """Close the prompt: from here on there are `num_beams` beams per prompt, all at the prompt's end."""
         self.decoding, self.batch_size, self.prompt_length = True, batch_size, prompt_length
         self.paths = torch.empty(batch_size * self.num_beams, 0, dtype=torch.int64, device=device)
+        self._wanted = torch.arange(1, self.num_beams + 1, device=device).repeat(batch_size, 1)
 
     def fork(self, parents: torch.Tensor) -> torch.Tensor:
         """Let each beam continue the beam that `parents` names, and give each a slot for its next token.
@@ -68,7 +69,7 @@ class BeamIndex:
         slots = self._lowest_free(inherited)  # [B, W]
         self.paths = torch.cat([inherited, slots.reshape(-1, 1)], dim=1)
         self._write_slots = slots + self.prompt_length
-        return slots.max() + 1
+        return slots.amax() + 1
 
     def set_high_water(self, tree_slots: int) -> None:
         """Tell how many tree slots the last `fork` reached. Slots once used stay counted."""
@@ -82,8 +83,7 @@ class BeamIndex:
         """The `W` lowest slots of each prompt that no path names: ``[B, W]`` int64."""
         live = self._mark(paths, self.tree_slots + self.num_beams)
         free_so_far = live.logical_not_().cumsum(-1)  # [B, S] number of free slots up to and including each
-        wanted = torch.arange(1, self.num_beams + 1, device=paths.device).expand(self.batch_size, -1)
-        return torch.searchsorted(free_so_far, wanted.contiguous())
+        return torch.searchsorted(free_so_far, self._wanted)  # where the 1st, 2nd, ... W-th free slot is met
 
     def _mark(self, paths: torch.Tensor, slots: int) -> torch.Tensor:
         """``[B, slots]`` bool: which tree slots the given paths name."""
@@ -101,6 +101,14 @@ class BeamIndex:
         seen[:, : self.prompt_length] = True
         seen[:, self.prompt_length :].scatter_(1, self.paths, True)
         return seen.view(self.batch_size, self.num_beams, -1)
+
+    def visible_additive(self, dtype: torch.dtype) -> torch.Tensor:
+        """The same as a mask to be added to scores: ``[B, W, P + tree_slots]`` of `dtype`, 0 or -inf."""
+        shape = (self.paths.shape[0], self.prompt_length + self.tree_slots)
+        hidden = torch.full(shape, -torch.inf, dtype=dtype, device=self.paths.device)
+        hidden.narrow(1, 0, self.prompt_length).zero_()
+        hidden.scatter_(1, self.paths + self.prompt_length, 0.0)
+        return hidden.view(self.batch_size, self.num_beams, -1)
 
     def positions(self) -> torch.Tensor:
         """``[B, P + tree_slots]`` int64: the cache position of the token that each slot holds (0 where it is free)."""

@@ -171,7 +171,7 @@ class PoolLayer(_IndexedLayer):
         if stored is None:
             return None
         if self.index.decoding and self.index.folded:
-            return stored[:, :, : self.index.prompt_length + self.index.tree_slots]
+            return stored.narrow(2, 0, self.index.prompt_length + self.index.tree_slots)
         first = self._first_shown() if first is None else first
         if self.index.decoding:
             return self._gather(stored, first)
@@ -215,13 +215,14 @@ class PoolLayer(_IndexedLayer):
         needed = self.index.prompt_length + self.index.tree_slots
         if pool.shape[2] < needed:
             pool = self._grown(pool, needed + needed // GROWTH)
+        if slots.device != pool.device:
+            slots = slots.to(pool.device)
         batch, width = slots.shape
-        slots = slots.to(pool.device)
         if batch == 1:
-            pool[0].index_copy_(1, slots[0], states.squeeze(2).transpose(0, 1))
+            pool.index_copy_(2, slots.view(-1), states.transpose(0, 2))
             return pool
         prompt = torch.arange(batch, device=pool.device).unsqueeze(1)
-        pool[prompt, :, slots] = states.view(batch, width, *states.shape[1:2], states.shape[-1])
+        pool[prompt, :, slots] = states.view(batch, width, states.shape[1], states.shape[3])
         return pool
 
     @staticmethod

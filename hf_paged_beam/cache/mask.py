@@ -27,7 +27,7 @@ def pool_mask(
     use_vmap: bool = False,
     **kwargs,
 ) -> torch.Tensor | None:
-    """Mask over the pool: ``[B, 1, W, P + tree slots]`` bool, True where a beam sees a slot.
+    """Mask over the pool: ``[B, 1, W, P + tree slots]``, bool, or to be added where only the index table decides.
 
     A mask that is not about the pool (cross-attention: its queries have no offset) is made as for SDPA, with one row
     per prompt. The arguments are those of transformers' mask functions.
@@ -42,6 +42,8 @@ def pool_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs,
         )  # fmt: skip
+    if mask_function is causal_mask_function and attention_mask is None:
+        return step.remember_mask(step.visible_additive(kwargs.get("dtype", torch.float32)).unsqueeze(1))
     visible = step.visible()  # [B, W, S]
     if mask_function is not causal_mask_function:
         allowed = _at_slots(mask_function, q_offset, step.positions(), step.num_beams, use_vmap)

@@ -46,6 +46,10 @@ class FoldedStep:
         """``[B, W, S]`` bool: the slots that each beam's path names."""
         return self.memo(("visible",), (), self.index.visible)
 
+    def visible_additive(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[B, W, S]`` of `dtype`: 0 where a beam sees a slot, -inf elsewhere."""
+        return self.memo(("additive", dtype), (), lambda: self.index.visible_additive(dtype))
+
     def positions(self) -> torch.Tensor:
         """``[B, S]`` int64: the cache position that each slot holds."""
         return self.memo(("positions",), (), self.index.positions)

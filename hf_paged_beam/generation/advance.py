@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from .lengths import LengthTables
@@ -41,14 +39,14 @@ def advance(
         running_scores=running_scores,
         finished_scores=finished_scores,
         finished_origin=finished_origin,
-        open=state.open,
+        open=still_open(state.open, running_scores, finished_scores, tables, length),
     )
     chosen = Chosen(
         ranks=ranks,
         tokens=candidates.tokens.gather(1, ranks),
         parents=candidates.parents.gather(1, ranks),
     )
-    return dataclasses.replace(after, open=still_open(after, tables, length)), chosen
+    return after, chosen
 
 
 def _finish(

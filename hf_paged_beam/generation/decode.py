@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .. import versions
@@ -133,39 +132,40 @@ class DecodeSteps:
         return widen_inputs(kwargs, self.cache.num_beams, decoder_only_part=encoder_stays)
 
 
-def _attention_configs(model: GenerativeModel) -> list[PreTrainedConfig]:
-    """Every configuration object that some part of the model reads its attention implementation from."""
-    found: dict[int, PreTrainedConfig] = {}
+def _attention_configs(model: GenerativeModel) -> list[dict[str, Any]]:
+    """Fields of every configuration object that some part of the model reads its attention implementation from."""
+    found: dict[int, dict[str, Any]] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
+        config = module.__dict__.get("config")
+        if config is not None and id(config) not in found and _ATTENTION in getattr(config, "__dict__", {}):
+            found[id(config)] = config.__dict__
     return list(found.values())
 
 
-_borrowed: dict[int, tuple[PreTrainedConfig, Any, int]] = {}
+_ATTENTION = "_attn_implementation_internal"
+_borrowed: dict[int, tuple[dict[str, Any], Any, int]] = {}
 """Configurations whose attention is set at present: what stood there before, and how many searches hold it."""
 _borrowing = threading.Lock()
 
 
 @contextlib.contextmanager
-def _attention_set_to(name: str, configs: list[PreTrainedConfig]) -> Iterator[None]:
+def _attention_set_to(name: str, configs: list[dict[str, Any]]) -> Iterator[None]:
     """Set the attention implementation of these configurations, and put back what was there.
 
     Models in two threads may share a configuration: the last one to leave puts it back.
     """
     with _borrowing:
-        for config in configs:
-            _, before, holders = _borrowed.get(id(config), (config, config._attn_implementation_internal, 0))
-            _borrowed[id(config)] = (config, before, holders + 1)
-            config._attn_implementation_internal = name
+        for fields in configs:
+            _, before, holders = _borrowed.get(id(fields), (fields, fields[_ATTENTION], 0))
+            _borrowed[id(fields)] = (fields, before, holders + 1)
+            fields[_ATTENTION] = name
     try:
         yield
     finally:
         with _borrowing:
-            for config in configs:
-                _, before, holders = _borrowed.pop(id(config))
+            for fields in configs:
+                _, before, holders = _borrowed.pop(id(fields))
                 if holders > 1:
-                    _borrowed[id(config)] = (config, before, holders - 1)
+                    _borrowed[id(fields)] = (fields, before, holders - 1)
                 else:
-                    config._attn_implementation_internal = before
+                    fields[_ATTENTION] = before

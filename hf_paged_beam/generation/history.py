@@ -58,15 +58,16 @@ class History:
         origin = state.finished_origin[:, :count].masked_fill(scores == -torch.inf, -1)
         end, rank = origin // width, origin % width  # step that finished it, and its place there
         beam = torch.zeros_like(rank)
-        columns = []
+        places = []
         for step in reversed(range(len(self))):
             candidates, chosen = self._steps[step]
-            place = torch.where(end == step, rank, chosen.ranks.gather(1, beam))
-            columns.append([
-                taken.gather(1, place) for taken in (candidates.tokens, candidates.parents, candidates.token_scores)
-            ])  # fmt: skip
-            beam = torch.where(end >= step, columns[-1][1], beam)
-        tokens, parents, token_scores = (torch.stack(column[::-1], dim=-1) for column in zip(*columns, strict=True))
+            places.append(torch.where(end == step, rank, chosen.ranks.gather(1, beam)))
+            beam = torch.where(end >= step, candidates.parents.gather(1, places[-1]), beam)
+        place = torch.stack(places[::-1])  # [T, B, n]
+        tokens, parents, token_scores = (
+            torch.stack([getattr(candidates, name) for candidates, _ in self._steps]).gather(2, place).permute(1, 2, 0)
+            for name in ("tokens", "parents", "token_scores")
+        )
         longest = int((end + 1).amax())  # host read: once, after the search
         cut = Sequences(
             tokens=tokens[..., :longest],

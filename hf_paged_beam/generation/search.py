@@ -35,7 +35,7 @@ from .state import Candidates, Chosen, SearchState
 from .stopping import CandidateStopping, search_over
 
 _OVER, _NOT_A_NUMBER, _SLOTS = 1, 2, 4
-"""How a step's report to the host is packed into one number: two flags, then the slots in use."""
+"""How a step's report to the host is packed into one number: two flags, then the slots in use, times four."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,8 +175,8 @@ class BeamSearch:
         """Fork the beams in the cache, and let the host read whether the search is over."""
         slots = self.cache.fork((chosen.parents + self.first_rows).flatten())
         over = search_over(state, hits, self.settings.early_stopping)
-        not_a_number = candidates.scores.isnan().any()
-        report = over * _OVER + not_a_number * _NOT_A_NUMBER + slots * _SLOTS
+        not_a_number = candidates.scores[:, 0].isnan().any()  # the best first, and NaN before all numbers
+        report = slots * _SLOTS + not_a_number * _NOT_A_NUMBER + over
         told = int(report)  # host read: the stop test, once per step
         if told & _NOT_A_NUMBER:
             raise RuntimeError(

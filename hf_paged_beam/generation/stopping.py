@@ -64,16 +64,23 @@ def _all_end(criterion: MaxLengthCriteria | MaxTimeCriteria, length: int) -> boo
     return length >= criterion.max_length
 
 
-def still_open(state: SearchState, tables: LengthTables, length: int) -> torch.Tensor:
+def still_open(
+    was_open: torch.Tensor,
+    running_scores: torch.Tensor,
+    finished_scores: torch.Tensor,
+    tables: LengthTables,
+    length: int,
+) -> torch.Tensor:
     """Whether a running beam may still beat a finished one: ``[B]`` bool.
 
     Args:
-        state: with scores of this step, best first.
+        was_open: ``[B]`` bool, of the step before.
+        running_scores, finished_scores: ``[B, W]`` float32 of this step, best first.
         tables: length forms.
         length: tokens generated so far.
     """
-    best = state.running_scores[:, 0] / tables.bound[:, length]
-    return state.open & (best > state.finished_scores[:, -1])
+    best = running_scores[:, 0] / tables.bound[:, length]
+    return was_open & (best > finished_scores[:, -1])
 
 
 def search_over(state: SearchState, hits: torch.Tensor, early_stopping: bool | str) -> torch.Tensor:
