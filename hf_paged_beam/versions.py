@@ -73,6 +73,12 @@ def stock_layers(config: PreTrainedConfig) -> list[Any]:
     return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
 
 
+def dynamic_layers(cache: Any) -> list[Any] | None:
+    """The layers of a growing cache as transformers makes it by default; None for a cache of another kind."""
+    decoder = getattr(cache, "self_attention_cache", cache)
+    return list(decoder.layers) if type(decoder) is DynamicCache else None
+
+
 def is_plain_attention(layer: Any) -> bool:
     """Whether a stock layer keeps nothing but keys and values per token, which a pool can hold."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)

@@ -167,7 +167,7 @@ def test_a_vocabulary_smaller_than_the_end_ids_need(ends: Any) -> None:
     model.lm_head.weight.data.normal_(0, 1)
     model.generation_config.pad_token_id = 0
     call = {"input_ids": torch.tensor([[4, 5], [6, 7]]), "num_beams": 20, "num_return_sequences": 20,
-            "max_new_tokens": 3, "eos_token_id": ends, **WHOLE}  # fmt: skip
+            "max_new_tokens": 2, "eos_token_id": ends, **WHOLE}  # fmt: skip
     ours = generate(model, **call)
     real = ours.sequences_scores.isfinite()
     assert real.view(2, 20).any(1).all()
@@ -492,13 +492,13 @@ def exhausted(kind: str) -> Exception:
 
 
 @contextlib.contextmanager
-def memory_ends(model: PreTrainedModel, step: int, error: Exception) -> Iterator[None]:
-    """Let the model's last layer raise `error` from forward pass number `step` on."""
+def memory_ends(model: PreTrainedModel, step: int, error: Exception, *, once: bool = False) -> Iterator[None]:
+    """Let the model's last layer raise `error` from forward pass number `step` on (or in that one only)."""
     passes = []
 
     def fail(*_: Any) -> None:
         passes.append(None)
-        if len(passes) > step:
+        if len(passes) == step + 1 or (len(passes) > step and not once):
             raise error
 
     hook = model.model.layers[-1].register_forward_pre_hook(fail)
@@ -527,6 +527,14 @@ def test_out_of_memory(kind: str, step: int, route: Callable) -> None:
         ours = generate(model, **inputs, **BEAMS, **WHOLE)
     check_equal(tiny_model("qwen3").generate(**inputs, **BEAMS, **WHOLE), ours)
     assert ours.beam_path == "folded"
+
+
+@pytest.mark.parametrize("kind", ["accelerator", "cpu"])
+def test_out_of_memory_is_not_tried_again(kind: str) -> None:
+    """In the first decode step too, where another failure may mean that keys must be gathered, which takes more."""
+    model = of_its_own_class(tiny_model("llama"))
+    with memory_ends(model, 1, exhausted(kind), once=True), pytest.raises(RuntimeError, match="memory"):
+        generate(model, **prompts("llama", 3), **BEAMS)
 
 
 def test_out_of_memory_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> None:

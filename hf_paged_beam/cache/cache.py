@@ -203,6 +203,7 @@ class PagedBeamCache(BeamVerbs, Cache):
         config: the model's configuration. For an encoder-decoder configuration the object made is a
             `PagedBeamEncoderDecoderCache`.
         num_beams: `W`, beams per prompt, at least 1.
+        stock_layers: the empty layers that transformers would use, where they were already made.
 
     As ``model.generate(..., num_beams=W, past_key_values=PagedBeamCache(model.config, num_beams=W))`` it serves
     transformers' own search; ``custom_generate="hf_paged_beam"`` makes its own.
@@ -211,16 +212,17 @@ class PagedBeamCache(BeamVerbs, Cache):
         ValueError: if `num_beams` is no positive integer, and, while in use, if rows show another `num_beams`.
     """
 
-    def __new__(cls, config: PreTrainedConfig | None = None, num_beams: int = 1, *args, **kwargs):
+    def __new__(cls, config: PreTrainedConfig | None = None, num_beams: int = 1, **kwargs):
         if cls is PagedBeamCache and config is not None and config.is_encoder_decoder:
-            return PagedBeamEncoderDecoderCache(config, num_beams)
+            return PagedBeamEncoderDecoderCache(config, num_beams, **kwargs)
         return super().__new__(cls)
 
-    def __init__(self, config: PreTrainedConfig, num_beams: int, *, index: BeamIndex | None = None):
+    def __init__(self, config: PreTrainedConfig, num_beams: int, *, stock_layers: list[Any] | None = None):
         if isinstance(num_beams, bool) or not isinstance(num_beams, int) or num_beams < 1:
             raise ValueError(f"num_beams must be an integer of at least 1, but got {num_beams!r}")
-        self.index = BeamIndex(num_beams) if index is None else index
-        layers = [self._our_layer(layer) for layer in versions.stock_layers(config)]
+        self.index = BeamIndex(num_beams)
+        stock_layers = versions.stock_layers(config) if stock_layers is None else stock_layers
+        layers = [self._our_layer(layer) for layer in stock_layers]
         if layers:
             super().__init__(layers=layers)
         else:
@@ -306,11 +308,12 @@ class PagedBeamEncoderDecoderCache(BeamVerbs, EncoderDecoderCache):
     Args:
         config: the model's configuration.
         num_beams: `W`, beams per prompt, at least 1.
+        stock_layers: the empty layers that transformers would use for the decoder, where they were already made.
     """
 
-    def __init__(self, config: PreTrainedConfig, num_beams: int):
+    def __init__(self, config: PreTrainedConfig, num_beams: int, *, stock_layers: list[Any] | None = None):
         self_attention = PagedBeamCache.__new__(PagedBeamCache)
-        self_attention.__init__(config, num_beams)
+        self_attention.__init__(config, num_beams, stock_layers=stock_layers)
         self.index = self_attention.index
         super().__init__(self_attention, _CrossCache(self.index))
         self.accept_wide_prompt(True)

@@ -63,7 +63,7 @@ def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict
             )
         cache = given
     else:
-        cache = PagedBeamCache(model.config, config.num_beams)
+        cache = PagedBeamCache(model.config, config.num_beams, stock_layers=versions.dynamic_layers(given))
     cache.accept_wide_prompt(False)
     return cache
 
