@@ -385,7 +385,7 @@ def test_nan_in_the_logits(kind: str, step: int, where: tuple, setting: dict) ->
     """An error that names the step, counted from 1, and not a wrong answer; the next call works."""
     model, inputs = tiny_model(kind), prompts(kind, 2)
     call = {**inputs, **BEAMS, "eos_token_id": None, **setting}
-    nan, raised = float("nan"), pytest.raises(RuntimeError, match=rf"logits at step {step + 1}\b.*NaN")
+    nan, raised = float("nan"), pytest.raises(RuntimeError, match=rf"step {step + 1}\b.*NaN")
     with logits_replaced(model, step, where, nan), forward_rows(model) as rows, raised:
         generate(model, **call)
     assert len(rows) == step + 1

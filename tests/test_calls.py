@@ -148,11 +148,19 @@ for model in (causal, seq2seq):
 IMPORT_AGAIN = """
 import importlib
 
+import transformers
+from transformers.generation import utils
 from transformers.generation.utils import GenerationMixin
 
+caches = transformers.cache_utils
+places = (GenerationMixin, transformers.PreTrainedModel, caches.Cache, utils, caches)
+before = [dict(vars(place)) for place in places]
 stock = GenerationMixin.load_custom_generate
 import hf_paged_beam
 
+for place, names in zip(places, before):
+    changed = {name for name in {*names, *vars(place)} if names.get(name) is not vars(place).get(name)}
+    assert changed == ({"load_custom_generate"} if place is GenerationMixin else set()), (place, changed)
 hook = GenerationMixin.load_custom_generate
 assert hook is not stock and hook.__wrapped__ is stock
 hf_paged_beam.register_name()
@@ -215,7 +223,7 @@ def test_the_cache_alone(saved_models: Path, tmp_path: Path) -> None:
 
 
 def test_the_import_registers_the_name_once(saved_models: Path, tmp_path: Path) -> None:
-    """A second registration, a reload, and an import after all modules were dropped leave one wrapper that works."""
+    """One wrapper is all that is put into transformers, also after a reload and after all modules were dropped."""
     run_fresh(IMPORT_AGAIN, saved_models, tmp_path, tmp_path)
 
 
@@ -315,6 +323,17 @@ def test_the_callable_runs_the_prompt_once(kind: str) -> None:
     with forward_rows(model) as rows:
         model.generate(**prompts(kind, 3), **BEAMS, custom_generate=beam_search)
     assert rows[0] == 3 and set(rows[1:]) == {12}
+
+
+def test_what_the_callable_cannot_be_given() -> None:
+    """transformers keeps the tokenizer from a callable, and images are repeated so that a batch cannot be undone."""
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="tokenizer"):
+        model.generate(**prompts("llama", 2), **BEAMS, stop_strings=["x"], tokenizer=word_tokenizer(),
+                       custom_generate=beam_search)  # fmt: skip
+    ids, config = prompts("llama", 2)["input_ids"].repeat_interleave(2, 0), GenerationConfig(num_beams=2)
+    with pytest.raises(ValueError, match=r"pixel_values.*custom_generate='hf_paged_beam'"):
+        beam_search(model, ids, LogitsProcessorList(), StoppingCriteriaList(), config, pixel_values=torch.zeros(4, 3))
 
 
 def test_an_explicit_custom_generate_wins() -> None:
@@ -777,12 +796,15 @@ ROUTES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", BUILDERS)
-def test_a_search_changes_nothing_of_the_model(kind: str, route: str) -> None:
+def test_a_search_changes_nothing_of_the_model(kind: str, route: str, attention: str) -> None:
     """Configurations (attention included), attributes, hooks and weights are as before."""
     model = tiny_model(kind)
+    model.set_attn_implementation(attention)
     before = model_state(model)
+    assert set(before["attention"].values()) == {attention}
     GenerationMixin.generate(model, **prompts(kind, 2), **BEAMS, **WHOLE, **ROUTES[route])
     assert model_state(model) == before
     assert current_step() is None

@@ -9,8 +9,6 @@ One SDPA call reads each stored key once per prompt instead of once per beam.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -52,48 +50,28 @@ def folded_attention(
         CannotFoldError: if keys did not come from the cache as they are, or a mask has another shape.
     """
     step = current_step()
-    extras = {
-        "dropout": dropout,
-        "scaling": scaling,
-        "position_bias": position_bias,
-        "softcap": softcap,
-        "s_aux": s_aux,
-    }
-    if step is None:
-        return _attend_rows(module, query, key, value, attention_mask, **extras, **kwargs)
-    layer = step.layer_that_handed(key)
-    if layer is not None:
-        mask_of = _cross_mask if isinstance(layer, CrossLayer) else _pool_mask
-        mask = mask_of(step, attention_mask, position_bias, key, query.shape[1] // key.shape[1])
-        return _attend_folded(step, query, key, value, mask, extras), None
-    if key.shape[0] != query.shape[0] or step.speaks_of_slots(attention_mask):
-        raise CannotFoldError("the model's attention received keys that the cache did not hand out as they are")
-    return _attend_rows(module, query, key, value, attention_mask, **extras, **kwargs)
-
-
-def _attend_folded(
-    step: FoldedStep,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    extras: dict[str, Any],
-) -> torch.Tensor:
-    """Attention of all beams over keys at one row per prompt: ``[B·W, 1, H, Dv]``."""
+    layer = None if step is None else step.layer_that_handed(key)
+    if layer is None or step is None:
+        if step is not None and (key.shape[0] != query.shape[0] or step.speaks_of_slots(attention_mask)):
+            raise CannotFoldError("the model's attention received keys that the cache did not hand out as they are")
+        extras = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias, "softcap": softcap}
+        return _attend_rows(module, query, key, value, attention_mask, **extras, s_aux=s_aux, **kwargs)
     if query.shape[2] != 1:
         raise CannotFoldError(f"a folded step has one query per beam, but got {query.shape[2]}")
-    groups = query.shape[1] // key.shape[1]
-    folded = fold(query, step.num_beams, key.shape[1])
-    softcap, sinks = extras["softcap"], extras["s_aux"]
-    if softcap is None and sinks is None:
+    key_heads = key.shape[1]
+    groups = query.shape[1] // key_heads
+    mask_of = _cross_mask if isinstance(layer, CrossLayer) else _pool_mask
+    mask = mask_of(step, attention_mask, position_bias, key, groups)
+    folded = fold(query, step.num_beams, key_heads)
+    if softcap is None and s_aux is None:
         output = functional.scaled_dot_product_attention(
-            folded, key, value, attn_mask=mask, dropout_p=extras["dropout"], scale=extras["scaling"]
+            folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
         )
     else:
-        if sinks is not None:  # [H] -> [1, Hkv, G, W]
-            sinks = sinks.view(1, key.shape[1], groups, 1).expand(-1, -1, -1, step.num_beams)
-        output = _explicit_attention(folded, key, value, mask, extras["scaling"], softcap, sinks)
-    return unfold(output, step.num_beams, groups)
+        # [H] -> [1, Hkv, G, W]
+        sinks = None if s_aux is None else s_aux.view(1, key_heads, groups, 1).expand(-1, -1, -1, step.num_beams)
+        output = _explicit_attention(folded, key, value, mask, scaling, softcap, sinks)
+    return unfold(output, step.num_beams, groups), None
 
 
 def fold(query: torch.Tensor, num_beams: int, key_heads: int) -> torch.Tensor:

@@ -5,12 +5,13 @@ need no table. What it generated is one row of `paths`:
 
     paths: [beam, generated position] -> slot, counted from the end of the prompt
 
-    prompt 0, two beams after three steps:     slots of prompt 0 (P = 4)
-        beam 0: 0 2 4                             0 1 2 3 | 4 5 6 7 8 ...
-        beam 1: 0 3 5                             prompt  | 0 1 2 3 4 ...   <- numbers in `paths`
+    two beams after four steps:     slots of the prompt's pool (P = 4)
+        beam 0: 0 2 4 1                 0 1 2 3 | 4 5 6 7 8 9
+        beam 1: 0 2 4 3                 prompt  | 0 1 2 3 4 5   <- numbers in `paths`
 
-Both beams share the token in slot 0. Slot 1 holds a token that no beam's path names any more: it is free, and will
-be reused. Whether a slot is live is derived from the table, not counted: a slot is live if some path names it.
+Both beams share what they generated in their first three steps. Slot 5 holds a token that no beam's path names any
+more: it is free, and will be reused. So was slot 1, and the fourth step reused it. Whether a slot is live is derived
+from the table, not counted: a slot is live if some path names it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class BeamIndex:
         paths: ``[B·W, t]`` int64, tree slot of each generated position of each beam; empty during the prompt.
         tree_slots: slots in use beside the prompt's, a high-water mark kept on the host; every number in `paths`
             is smaller.
+        slots_in_use: ``prompt_length + tree_slots``, the part of each pool that is read.
         folded: whether layers answer with the pool (for the folded attention) or with one row per beam.
         handed: in a folded step, the key tensors that layers gave to the model, by identity, with their layer.
     """
@@ -44,6 +46,7 @@ class BeamIndex:
         self.batch_size = 0
         self.prompt_length = 0
         self.tree_slots = 0
+        self.slots_in_use = 0
         self.decoding = False
         self.paths = torch.empty(0, 0, dtype=torch.int64)
         self._write_slots = self._wanted = torch.empty(0, 0, dtype=torch.int64)
@@ -53,6 +56,7 @@ class BeamIndex:
     def begin_decode(self, batch_size: int, prompt_length: int, device: torch.device) -> None:
         """Close the prompt: from here on there are `num_beams` beams per prompt, all at the prompt's end."""
         self.decoding, self.batch_size, self.prompt_length = True, batch_size, prompt_length
+        self.slots_in_use = prompt_length
         self.paths = torch.empty(batch_size * self.num_beams, 0, dtype=torch.int64, device=device)
         self._wanted = torch.arange(1, self.num_beams + 1, device=device).repeat(batch_size, 1)
 
@@ -74,6 +78,7 @@ class BeamIndex:
     def set_high_water(self, tree_slots: int) -> None:
         """Tell how many tree slots the last `fork` reached. Slots once used stay counted."""
         self.tree_slots = max(self.tree_slots, tree_slots)
+        self.slots_in_use = self.prompt_length + self.tree_slots
 
     def drop_pending(self) -> None:
         """Take back the slots that the last `fork` gave."""
@@ -96,7 +101,7 @@ class BeamIndex:
 
     def visible(self) -> torch.Tensor:
         """``[B, W, P + tree_slots]`` bool: which slots each beam sees: the prompt's and those on its path."""
-        shape = (self.paths.shape[0], self.prompt_length + self.tree_slots)
+        shape = (self.paths.shape[0], self.slots_in_use)
         seen = torch.zeros(shape, dtype=torch.bool, device=self.paths.device)
         seen[:, : self.prompt_length] = True
         seen[:, self.prompt_length :].scatter_(1, self.paths, True)
@@ -104,7 +109,7 @@ class BeamIndex:
 
     def visible_additive(self, dtype: torch.dtype) -> torch.Tensor:
         """The same as a mask to be added to scores: ``[B, W, P + tree_slots]`` of `dtype`, 0 or -inf."""
-        shape = (self.paths.shape[0], self.prompt_length + self.tree_slots)
+        shape = (self.paths.shape[0], self.slots_in_use)
         hidden = torch.full(shape, -torch.inf, dtype=dtype, device=self.paths.device)
         hidden.narrow(1, 0, self.prompt_length).zero_()
         hidden.scatter_(1, self.paths + self.prompt_length, 0.0)
@@ -114,9 +119,7 @@ class BeamIndex:
         """``[B, P + tree_slots]`` int64: the cache position of the token that each slot holds (0 where it is free)."""
         steps = self.paths.shape[1]
         generated = torch.arange(self.prompt_length, self.prompt_length + steps, device=self.paths.device)
-        held = torch.zeros(
-            self.batch_size, self.prompt_length + self.tree_slots, dtype=torch.int64, device=self.paths.device
-        )
+        held = torch.zeros(self.batch_size, self.slots_in_use, dtype=torch.int64, device=self.paths.device)
         held[:, : self.prompt_length] = torch.arange(self.prompt_length, device=self.paths.device)
         source = generated.expand(self.batch_size, self.num_beams, -1).reshape(self.batch_size, -1)
         held[:, self.prompt_length :].scatter_(1, self.paths.view(self.batch_size, -1), source)

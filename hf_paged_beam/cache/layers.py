@@ -149,7 +149,7 @@ class PoolLayer(_IndexedLayer):
             return self._append_prompt(key_states, value_states)
         if key_states.shape[-2] != 1:
             raise ValueError(f"a beam takes one token per step, but got {key_states.shape[-2]}")
-        first = self._first_shown()
+        first = 0 if self.index.folded else self._first_shown()
         self.write(key_states, value_states)
         return self._show(first)
 
@@ -171,7 +171,7 @@ class PoolLayer(_IndexedLayer):
         if stored is None:
             return None
         if self.index.decoding and self.index.folded:
-            return stored.narrow(2, 0, self.index.prompt_length + self.index.tree_slots)
+            return stored.narrow(2, 0, self.index.slots_in_use)
         first = self._first_shown() if first is None else first
         if self.index.decoding:
             return self._gather(stored, first)
@@ -190,8 +190,13 @@ class PoolLayer(_IndexedLayer):
         return 0 if self.sliding_window is None else max(self.length - self.sliding_window + 1, 0)
 
     def _show(self, first: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What `update` returns: `keys` and `values` from position `first` on."""
+        if self._keys is None or self._values is None:
+            return None, None
         if self.index.folded:
-            return self.keys, self.values
+            keys = self._keys.narrow(2, 0, self.index.slots_in_use)
+            self.index.handed[id(keys)] = (keys, self)
+            return keys, self._values.narrow(2, 0, self.index.slots_in_use)
         return self.read(self._keys, first), self.read(self._values, first)
 
     def reset(self) -> None:
@@ -212,7 +217,7 @@ class PoolLayer(_IndexedLayer):
 
     def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Write ``[B·W, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[B, W]``; the pool grows if it must."""
-        needed = self.index.prompt_length + self.index.tree_slots
+        needed = self.index.slots_in_use
         if pool.shape[2] < needed:
             pool = self._grown(pool, needed + needed // GROWTH)
         if slots.device != pool.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitNormalization, LogitsProcessorList
 from transformers.generation import logits_process
 
 _ROW_BY_ROW = tuple(
@@ -48,6 +48,7 @@ class ProcessedScores:
     def __init__(self, processors: LogitsProcessorList, num_beams: int):
         self.processors = processors
         self.num_beams = num_beams
+        self.renormalizes = any(isinstance(processor, LogitNormalization) for processor in processors)
         self.wants_beam_rows = any(type(processor) not in _ROW_BY_ROW for processor in processors)
 
     @property
@@ -69,8 +70,14 @@ class ProcessedScores:
         log_probs = torch.log_softmax(logits.float(), dim=-1)
         if rows is None:
             return log_probs
-        if not (first and self.wants_beam_rows):
-            return self.processors(rows, log_probs)
-        width = self.num_beams
-        wide = self.processors(rows.repeat_interleave(width, dim=0), log_probs.repeat_interleave(width, dim=0))
-        return wide[::width]  # only the first beam of a prompt runs at the first step
+        not_a_number = log_probs[:, :1].isnan() if self.renormalizes else None  # [rows, 1]: NaN fills whole rows
+        if first and self.wants_beam_rows:
+            rows, log_probs = (given.repeat_interleave(self.num_beams, dim=0) for given in (rows, log_probs))
+        processed = self.processors(rows, log_probs)
+        if first and self.wants_beam_rows:
+            processed = processed[:: self.num_beams]  # only the first beam of a prompt runs at the first step
+        if not_a_number is None:
+            return processed
+        # Where every token is forbidden, renormalising divides by nothing: no continuation, not a broken model.
+        forbidden = processed.isnan().all(dim=-1, keepdim=True) & ~not_a_number
+        return processed.masked_fill(forbidden, -torch.inf)

@@ -180,8 +180,8 @@ class BeamSearch:
         told = int(report)  # host read: the stop test, once per step
         if told & _NOT_A_NUMBER:
             raise RuntimeError(
-                f"the model's logits at step {self.length} are NaN or infinite, so that no continuation has a score. "
-                f"Check the model's weights and dtype, or pass remove_invalid_values=True."
+                f"the scores at step {self.length} are NaN: the model's logits are NaN or infinite, or a logits "
+                f"processor made them so. Check the model's weights and dtype, or pass remove_invalid_values=True."
             )
         self.cache.grow(told // _SLOTS)
         return bool(told & _OVER)
