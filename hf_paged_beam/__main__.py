@@ -69,6 +69,7 @@ def demo(arguments: argparse.Namespace) -> int:
     result = compare(
         model,
         inputs,
+        rounds=2,
         num_beams=arguments.num_beams,
         num_return_sequences=min(SHOWN, arguments.num_beams),
         max_new_tokens=arguments.max_new_tokens,

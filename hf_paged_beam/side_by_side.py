@@ -68,12 +68,10 @@ def compare(model: GenerativeModel, inputs: dict[str, Any], *, rounds: int = 3, 
     def ours() -> Any:
         return model.generate(**inputs, **call, custom_generate="hf_paged_beam")
 
-    ours()
-    stock()
-    pairs = [(_seconds(stock, model.device), _seconds(ours, model.device)) for _ in range(rounds)]
     scored = {**call, "output_scores": True}
+    mine = model.generate(**inputs, **scored, custom_generate="hf_paged_beam")  # these two warm up as well
     theirs = model.generate(**inputs, **scored)
-    mine = model.generate(**inputs, **scored, custom_generate="hf_paged_beam")
+    pairs = [(_seconds(stock, model.device), _seconds(ours, model.device)) for _ in range(rounds)]
     return SideBySide(
         stock=theirs,
         ours=mine,

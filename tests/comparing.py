@@ -1,4 +1,4 @@
-"""What "the same as stock" means: scores within a tolerance, sequences exactly, except where stock's scores nearly tie."""
+"""What "the same as stock" means: scores within a tolerance, sequences exactly unless stock's scores nearly tie."""
 
 from __future__ import annotations
 

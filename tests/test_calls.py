@@ -804,7 +804,7 @@ def test_a_search_changes_nothing_of_the_model(kind: str, route: str, attention:
     model = tiny_model(kind)
     model.set_attn_implementation(attention)
     before = model_state(model)
-    assert set(before["attention"].values()) == {attention}
+    assert attention in before["attention"].values()
     GenerationMixin.generate(model, **prompts(kind, 2), **BEAMS, **WHOLE, **ROUTES[route])
     assert model_state(model) == before
     assert current_step() is None

@@ -14,7 +14,14 @@ import torch
 from comparing import search_both
 from tiny_models import BUILDERS, DECODER_ONLY, DECODERS, ENCODER_DECODER, VOCABULARY, prompts, tiny_model
 from torch.utils._pytree import tree_map_only
-from transformers import EosTokenCriteria, LlamaConfig, LlamaForCausalLM, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerationMixin
 from watching import Watch, forward_rows, watching
 

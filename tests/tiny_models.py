@@ -67,7 +67,7 @@ def _gpt2():
             pad_token_id=PAD,
             eos_token_id=EOS,
             bos_token_id=None,
-        )  # fmt: skip
+        )
     )
 
 
@@ -84,7 +84,7 @@ def _t5():
             pad_token_id=PAD,
             eos_token_id=EOS,
             decoder_start_token_id=START,
-        )  # fmt: skip
+        )
     )
 
 
