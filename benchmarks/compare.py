@@ -19,9 +19,9 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,9 +114,16 @@ def print_memory(cell: Cell, engine: str) -> None:
     model = random_llama(cell.model)
     inputs = random_prompts(model, cell.batch_size, cell.prompt_length)
     model(input_ids=inputs["input_ids"][:1, :4])  # what a first forward pass allocates is not the search's
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew (Linux)
+    before = _resident("VmRSS")
     model.generate(**inputs, **settings_of(cell), **_engine(engine))
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print(_resident("VmHWM") - before)
+
+
+def _resident(field: str) -> int:
+    """Bytes of a field of ``/proc/self/status``: what this process holds (VmRSS), or held at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def measure(cell: Cell, rounds: int, with_memory: bool) -> dict[str, Any]:
