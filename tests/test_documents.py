@@ -1,0 +1,39 @@
+"""What README and docs state is what was measured, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks.memory import LLAMA_3_8B, bytes_per_token, search_usage
+from benchmarks.table import RESULTS, markdown
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    """Its table is made from the JSON."""
+    assert markdown(json.loads(RESULTS.read_text())) in (ROOT / "README.md").read_text()
+
+
+def test_memory_of_llama_3_8b() -> None:
+    """600 MiB of separate sequences become at most 225 MiB live, and at most 1.25 times that is held."""
+    seen = search_usage(num_beams=4, prompt_length=1000, new_tokens=200)
+    token = bytes_per_token(LLAMA_3_8B)
+    assert token == 128 * 2**10
+    assert 4 * (1000 + 200) * token == 600 * 2**20
+    live = max(usage.live for usage in seen)
+    assert live >= 1000 + 200 and live * token <= 225 * 2**20
+    stated = re.search(r"(\d+) MiB\nwith the tree", (ROOT / "README.md").read_text())
+    assert stated is not None and abs(live * token / 2**20 - int(stated[1])) < 10
+    peak = max(seen, key=lambda usage: usage.bytes_held)
+    price = peak.bytes_live / peak.live
+    assert peak.bytes_held / price <= 1.25 * live
+
+
+def test_links_lead_to_files() -> None:
+    """Every relative link of README and docs."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
