@@ -35,6 +35,9 @@ CACHE_ARGUMENT = (
 OTHER_DECODING_METHODS = {name for name in GENERATION_MODES_MAPPING.values() if "/" not in name} - {"_beam_search"}
 """Names of transformers' decoding methods (greedy, sampling, assisted) that are not beam search."""
 
+SAMPLES_ARE_SORTED = ".sort(" in inspect.getsource(GenerationMixin._get_top_k_continuations)
+"""Whether beam sampling orders drawn candidates by score, or leaves them as drawn; only the first `W` may finish."""
+
 RECURRENT_STATE_METHOD = "update_recurrent_state"  # present on every layer that keeps a state per row
 
 

@@ -69,12 +69,14 @@ def test_every_field_of_a_padded_batch(kind: str) -> None:
 def test_shapes_of_attentions_and_hidden_states(kind: str) -> None:
     """One row per beam from the first step on; later steps have one query each."""
     model, width, batch_size = eager_double(kind), 4, 2
-    _, ours = search_both(
+    stock, ours = search_both(
         model, prompts_for(model, kind, batch_size, padded=False), num_beams=width, max_new_tokens=4, min_new_tokens=4,
         output_attentions=True, output_hidden_states=True,
     )  # fmt: skip
     prefix = "decoder_" if kind in ENCODER_DECODER else ""
     attentions, states = ours[prefix + "attentions"], ours[prefix + "hidden_states"]
+    if not stock[prefix + "attentions"][0]:
+        pytest.skip("this release of transformers gives no attention maps for this model")
     prompt = 1 if kind in ENCODER_DECODER else 7
     assert len(attentions) == len(states) == 4
     for step in range(4):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import versions
 from .state import Candidates
 
 _SMALL = 2**16
@@ -63,12 +64,15 @@ def sampled_candidates(log_probs: torch.Tensor, running_scores: torch.Tensor, co
         count: `K`.
 
     Returns:
-        Candidates ordered by score, as transformers orders them; those of probability 0 have score -inf.
+        Candidates ordered as transformers orders them: by score, or (before 5.24 or so) as they were drawn. Those of
+        probability 0 have score -inf.
     """
     smallest = torch.finfo(torch.float32).tiny
     gumbel = torch.empty_like(log_probs).exponential_().clamp_(min=smallest).log_().neg_()
     perturbed, tokens = gumbel.add_(log_probs).topk(min(count, log_probs.shape[-1]), dim=-1)
     drawn = _merge(tokens, log_probs.gather(-1, tokens), running_scores, count, rank_by=perturbed)
+    if not versions.SAMPLES_ARE_SORTED:
+        return drawn
     scores, order = drawn.scores.sort(dim=-1, descending=True)
     return Candidates(
         scores=scores,

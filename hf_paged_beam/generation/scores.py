@@ -65,17 +65,15 @@ class ProcessedScores:
             first: whether this is the first step.
 
         Returns:
-            ``[rows, V]`` float32; one row per prompt at the first step.
+            ``[rows, V]`` float32; at the first step one row per prompt, or one per beam if a processor wants that.
         """
         log_probs = torch.log_softmax(logits.float(), dim=-1)
         if rows is None:
             return log_probs
-        not_a_number = log_probs[:, :1].isnan() if self.renormalizes else None  # [rows, 1]: NaN fills whole rows
         if first and self.wants_beam_rows:
             rows, log_probs = (given.repeat_interleave(self.num_beams, dim=0) for given in (rows, log_probs))
+        not_a_number = log_probs[:, :1].isnan() if self.renormalizes else None  # [rows, 1]: NaN fills whole rows
         processed = self.processors(rows, log_probs)
-        if first and self.wants_beam_rows:
-            processed = processed[:: self.num_beams]  # only the first beam of a prompt runs at the first step
         if not_a_number is None:
             return processed
         # Where every token is forbidden, renormalising divides by nothing: no continuation, not a broken model.

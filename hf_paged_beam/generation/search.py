@@ -158,7 +158,10 @@ class BeamSearch:
         if not (settings.do_sample or settings.output_scores or self.process.needs_rows):
             return best_candidates(logits, state.running_scores, count)
         log_probs = self.process(logits, rows, self.first)
-        self.kept.keep_scores(log_probs, self.first)
+        wide = log_probs.shape[0] > logits.shape[0]
+        self.kept.keep_scores(log_probs, self.first and not wide)
+        if wide:
+            log_probs = log_probs[:: settings.num_beams]  # only the first beam of a prompt runs at the first step
         choose = sampled_candidates if settings.do_sample else best_processed
         return choose(log_probs, state.running_scores, count)
 
