@@ -103,7 +103,7 @@ def _check_ids(name: str, ids: torch.Tensor, model: GenerativeModel, *, decoder:
     rows = getattr(embedding, "num_embeddings", None)
     if rows is None or ids.device.type == "meta" or ids.numel() == 0:
         return
-    low, high = torch.stack([ids.min(), ids.max()]).tolist()  # host read: once, before the search
+    low, high = torch.stack(ids.aminmax()).tolist()  # host read: once, before the search
     if low < 0 or high >= rows:
         raise ValueError(
             f"{name} must lie in 0..{rows - 1}, the model's vocabulary, but hold {low if low < 0 else high}. "

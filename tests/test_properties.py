@@ -349,7 +349,7 @@ def test_one_step_is_the_step_on_lists(case, other_open):
         assert after.finished_scores[prompt].tolist() == pytest.approx(scores + missing, rel=1e-5, abs=1e-6)
         origins = after.finished_origin[prompt].tolist()[: len(scores)]
         assert origins == [
-            -7 if rank is None else (one["length"] - 1) * width + rank for _, rank in expected["finished"]
+            -7 if rank is None else (one["length"] - 1) * len(one["hits"]) + rank for _, rank in expected["finished"]
         ]
         runs = len(expected["running"])
         assert chosen.ranks[prompt, :runs].tolist() == expected["running"]

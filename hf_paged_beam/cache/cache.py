@@ -85,8 +85,8 @@ class BeamVerbs:
         for layer in self.indexed_layers():
             layer.wide_prompt = False
         self.index.begin_decode(batch_size, length, device)
-        first_rows = torch.arange(batch_size, device=device).repeat_interleave(self.num_beams)
-        self._reorder_rows(first_rows)
+        if self.row_layers():
+            self._reorder_rows(torch.arange(batch_size, device=device).repeat_interleave(self.num_beams))
 
     def fork(self, parents: torch.Tensor) -> torch.Tensor:
         """Let beams continue their parents, and give each a slot for its next token.

@@ -58,7 +58,7 @@ class BeamIndex:
         self.decoding, self.batch_size, self.prompt_length = True, batch_size, prompt_length
         self.slots_in_use = prompt_length
         self.paths = torch.empty(batch_size * self.num_beams, 0, dtype=torch.int64, device=device)
-        self._wanted = torch.arange(1, self.num_beams + 1, device=device).repeat(batch_size, 1)
+        self._wanted = torch.arange(1, self.num_beams + 1, device=device).expand(batch_size, -1).contiguous()
 
     def fork(self, parents: torch.Tensor) -> torch.Tensor:
         """Let each beam continue the beam that `parents` names, and give each a slot for its next token.

@@ -16,8 +16,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .index import BeamIndex
 
-GROWTH = 8
-"""A pool that must grow is made larger by one part in `GROWTH` than it must be, so that growth is rare."""
+GROWTH, LEAST_SPARE = 8, 8
+"""A pool that must grow is made larger than it must be by one part in `GROWTH`, and by `LEAST_SPARE` slots at least, so
+that growth is rare."""
 
 ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference, relative to the largest entry, between rows that a model computed from equal prompts."""
@@ -219,7 +220,7 @@ class PoolLayer(_IndexedLayer):
         """Write ``[B·W, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[B, W]``; the pool grows if it must."""
         needed = self.index.slots_in_use
         if pool.shape[2] < needed:
-            pool = self._grown(pool, needed + needed // GROWTH)
+            pool = self._grown(pool, needed + max(needed // GROWTH, LEAST_SPARE))
         if slots.device != pool.device:
             slots = slots.to(pool.device)
         batch, width = slots.shape

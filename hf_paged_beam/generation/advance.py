@@ -60,8 +60,10 @@ def _finish(
     """Merge the sequences that end here into the finished ones: their scores and origins, ``[B, W]``, best first."""
     width = state.finished_scores.shape[1]
     takes = state.open & ~state.full if early_stopping is True else state.open
-    ends = hits[:, :width] & takes.unsqueeze(1)
-    scores = (candidates.scores[:, :width] / tables.form[:, length : length + 1]).masked_fill(~ends, -torch.inf)
-    origin = torch.arange((length - 1) * width, length * width, device=scores.device).expand_as(scores)
+    ends = hits.narrow(1, 0, width) & takes.unsqueeze(1)
+    scores = candidates.scores.narrow(1, 0, width) / tables.form.narrow(1, length, 1)
+    scores = torch.where(ends, scores, -torch.inf)
+    first = (length - 1) * hits.shape[1]
+    origin = torch.arange(first, first + width, device=scores.device).expand_as(scores)
     merged, places = torch.cat([state.finished_scores, scores], dim=1).topk(width, dim=1)
     return merged, torch.cat([state.finished_origin, origin], dim=1).gather(1, places)

@@ -17,20 +17,16 @@ class Sequences:
         tokens: ``[B, n, L]`` int64; anything after the end.
         parents: ``[B, n, L]`` int64, running beam that each token continued.
         token_scores: ``[B, n, L]`` float32, 0 after the end.
-        lengths: ``[B, n]`` int64, tokens of each, end token included; 0 where there is no sequence.
+        inside: ``[B, n, L]`` bool, which entries are tokens of a sequence, end token included; none where there is no
+            sequence.
         scores: ``[B, n]`` float32, normalised; -inf where there is no sequence.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor
     token_scores: torch.Tensor
-    lengths: torch.Tensor
+    inside: torch.Tensor
     scores: torch.Tensor
-
-    @property
-    def inside(self) -> torch.Tensor:
-        """``[B, n, L]`` bool: which entries are tokens of a sequence."""
-        return torch.arange(self.tokens.shape[2], device=self.tokens.device) < self.lengths.unsqueeze(-1)
 
 
 class History:
@@ -49,31 +45,42 @@ class History:
     def walk_back(self, state: SearchState, count: int) -> Sequences:
         """Put the best `count` finished sequences of each prompt together, from their last token to their first.
 
+        A candidate has one number, ``step · K + place``, and one candidate that it continues: one gather goes back a
+        step in all sequences at once.
+
         Args:
             state: at the end of the search.
             count: `n`, at most `W`.
         """
         scores = state.finished_scores[:, :count]  # [B, n]
-        width = state.finished_scores.shape[1]
-        origin = state.finished_origin[:, :count].masked_fill(scores == -torch.inf, -1)
-        end, rank = origin // width, origin % width  # step that finished it, and its place there
-        beam = torch.zeros_like(rank)
-        places = []
-        for step in reversed(range(len(self))):
-            candidates, chosen = self._steps[step]
-            places.append(torch.where(end == step, rank, chosen.ranks.gather(1, beam)))
-            beam = torch.where(end >= step, candidates.parents.gather(1, places[-1]), beam)
-        place = torch.stack(places[::-1])  # [T, B, n]
-        tokens, parents, token_scores = (
-            torch.stack([getattr(candidates, name) for candidates, _ in self._steps]).gather(2, place).permute(1, 2, 0)
-            for name in ("tokens", "parents", "token_scores")
-        )
-        longest = int((end + 1).amax())  # host read: once, after the search
-        cut = Sequences(
-            tokens=tokens[..., :longest],
-            parents=parents[..., :longest],
-            token_scores=token_scores[..., :longest],
-            lengths=end + 1,
+        number = state.finished_origin[:, :count].masked_fill(scores == -torch.inf, -1)
+        places = self._steps[0][0].tokens.shape[1]  # K
+        end = number.div(places, rounding_mode="floor")  # step that finished each: -1 where there is no sequence
+        longest = int(end.amax()) + 1  # host read: once, after the search
+        parents = self._of_all("parents")  # [B, T·K]
+        numbers = [number.clamp(min=0)]
+        if longest > 1:
+            continued = self._continued(parents, places)
+            for _ in range(longest - 1):
+                numbers.append(continued.gather(1, numbers[-1]))
+        back = end.unsqueeze(-1) - torch.arange(longest, device=scores.device)  # [B, n, L] steps from end to position
+        inside = back >= 0
+        which = torch.stack(numbers, dim=-1).gather(2, back.clamp(min=0)).view(len(scores), -1)  # [B, n·L]
+        return Sequences(
+            tokens=self._of_all("tokens").gather(1, which).view_as(inside),
+            parents=parents.gather(1, which).view_as(inside),
+            token_scores=self._of_all("token_scores").gather(1, which).view_as(inside).masked_fill(~inside, 0.0),
+            inside=inside,
             scores=scores,
         )
-        return dataclasses.replace(cut, token_scores=cut.token_scores.masked_fill(~cut.inside, 0.0))
+
+    def _of_all(self, name: str) -> torch.Tensor:
+        """A field of all candidates of all steps: ``[B, T·K]``."""
+        return torch.cat([getattr(candidates, name) for candidates, _ in self._steps], dim=1)
+
+    def _continued(self, parents: torch.Tensor, places: int) -> torch.Tensor:
+        """Number of the candidate that each candidate continues, ``[B, T·K]`` int64; 0 in the first step."""
+        ranks = torch.stack([chosen.ranks for _, chosen in self._steps[:-1]], dim=1)  # [B, T-1, W]
+        first = torch.arange(0, places * ranks.shape[1], places, device=ranks.device).view(1, -1, 1)
+        before = (first + ranks).gather(2, parents[:, places:].view(len(ranks), -1, places))  # [B, T-1, K]
+        return torch.cat([first.new_zeros(len(ranks), places), before.flatten(1)], dim=1)

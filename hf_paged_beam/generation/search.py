@@ -178,7 +178,7 @@ class BeamSearch:
         """Fork the beams in the cache, and let the host read whether the search is over."""
         slots = self.cache.fork((chosen.parents + self.first_rows).flatten())
         over = search_over(state, hits, self.settings.early_stopping)
-        not_a_number = candidates.scores[:, 0].isnan().any()  # the best first, and NaN before all numbers
+        not_a_number = candidates.scores.select(1, 0).isnan().any()  # the best first, and NaN before all numbers
         report = slots * _SLOTS + not_a_number * _NOT_A_NUMBER + over
         told = int(report)  # host read: the stop test, once per step
         if told & _NOT_A_NUMBER:

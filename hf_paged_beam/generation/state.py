@@ -15,7 +15,7 @@ class SearchState:
         running_scores: ``[B, R]`` float32, summed log-probability of each running beam, best first; -inf where there
             is none.
         finished_scores: ``[B, W]`` float32, normalised, best first; -inf where there is none.
-        finished_origin: ``[B, W]`` int64, ``step · W + rank`` of the candidate that finished there.
+        finished_origin: ``[B, W]`` int64, ``step · K + place`` of the candidate that finished there.
         open: ``[B]`` bool, whether a running beam may still beat a finished one; once False it stays so.
     """
 

@@ -79,8 +79,8 @@ def still_open(
         tables: length forms.
         length: tokens generated so far.
     """
-    best = running_scores[:, 0] / tables.bound[:, length]
-    return was_open & (best > finished_scores[:, -1])
+    best = running_scores.select(1, 0) / tables.bound.select(1, length)
+    return was_open & (best > finished_scores.select(1, -1))
 
 
 def search_over(state: SearchState, hits: torch.Tensor, early_stopping: bool | str) -> torch.Tensor:
