@@ -149,6 +149,13 @@ def measure(cell: Cell, rounds: int, with_memory: bool) -> dict[str, Any]:
     return row
 
 
+def default_rounds(cell: Cell) -> int:
+    """Timed rounds: fewer where a round is long."""
+    if cell.model == "tiny":
+        return 31
+    return 11 if cell.num_beams * cell.prompt_length < 10_000 else 3
+
+
 HEADER = (
     f"{'model':>6s}{'B':>4s}{'W':>5s}{'P':>6s}{'T':>5s}{'stock s':>10s}{'ours s':>10s}{'ratio':>8s}{'goal':>7s}"
     f"{'rows':>10s}{'K/V MiB':>16s}{'peak MiB':>16s}  same"
@@ -177,7 +184,9 @@ def format_row(row: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=None, help="timed rounds (default: 3, tiny models 31)")
+    parser.add_argument(
+        "--rounds", type=int, default=None, help="timed rounds (default: 3 to 31, fewer where a round is long)"
+    )
     parser.add_argument("--only", type=Cell.parse, action="append", metavar="MODEL,B,W,P,T", help="only such cells")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true", help="skip the fresh processes that measure peak memory")
@@ -193,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     print(HEADER, flush=True)
     rows = []
     for cell in cells:
-        rounds = arguments.rounds or (31 if cell.model == "tiny" else 9 if cell.goal < 1 else 3)
+        rounds = arguments.rounds or default_rounds(cell)
         rows.append(measure(cell, rounds, not arguments.no_memory))
         print(format_row(rows[-1]), flush=True)
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),

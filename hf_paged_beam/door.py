@@ -260,6 +260,8 @@ def _one_row_per_prompt(
     rows = input_ids.shape[0]
 
     def narrow(name: str, given: Any) -> Any:
+        if name == "cache_position":
+            return given
         if name == "encoder_outputs" and given is not None:
             return type(given)(**{part: narrow(part, tensor) for part, tensor in given.items()})
         if isinstance(given, torch.Tensor) and given.dim():

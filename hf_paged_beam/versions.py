@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, masking_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
@@ -21,6 +21,11 @@ from transformers.generation.utils import (
     GenerateBeamEncoderDecoderOutput,
     GenerationMixin,
 )
+
+try:
+    from transformers import PreTrainedConfig
+except ImportError:  # before 5.0
+    from transformers import PretrainedConfig as PreTrainedConfig
 
 GenerativeModel: TypeAlias = Any
 """A `PreTrainedModel` that is a `GenerationMixin` too; transformers has no name for that."""
@@ -34,6 +39,18 @@ CACHE_ARGUMENT = (
 
 OTHER_DECODING_METHODS = {name for name in GENERATION_MODES_MAPPING.values() if "/" not in name} - {"_beam_search"}
 """Names of transformers' decoding methods (greedy, sampling, assisted) that are not beam search."""
+
+_PREPARATION = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+NEWEST_TOKEN = {"next_sequence_length": 1} if "next_sequence_length" in _PREPARATION else {}
+"""Argument of `prepare_inputs_for_generation` that asks for the newest token alone. Earlier versions read that off
+``cache_position``."""
+
+bidirectional_mask_function = getattr(masking_utils, "bidirectional_mask_function", None)
+"""The rule of cross-attention masks, where transformers makes them through the mask interface (from 5.0 on)."""
+
+MASKS_NEED_VMAP = "use_vmap" not in inspect.signature(masking_utils.sdpa_mask).parameters
+"""Whether mask functions are written for single indices only (before 5.0)."""
 
 SAMPLES_ARE_SORTED = ".sort(" in inspect.getsource(GenerationMixin._get_top_k_continuations)
 """Whether beam sampling orders drawn candidates by score, or leaves them as drawn; only the first `W` may finish."""
@@ -123,6 +140,40 @@ def set_length(layer: Any, length: int) -> None:
 def uses_stock_input_preparation(model: GenerativeModel) -> bool:
     """Whether the model reads only the newest token of each row when a step's inputs are prepared."""
     return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+
+
+def run_prompt(model: GenerativeModel, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
+    """One forward pass over the prompt, as transformers' own search makes it.
+
+    Args:
+        input_ids: ``[B, P]`` int64.
+        config: the generation configuration.
+        kwargs: the model's inputs; versions that count ``cache_position`` add it here.
+    """
+    if not hasattr(model, "_prefill"):  # before 5.0
+        kwargs.update(model._get_initial_cache_position(input_ids.shape[1], input_ids.device, kwargs))
+        return model(**model.prepare_inputs_for_generation(input_ids, **kwargs), return_dict=True)
+    if "is_first_iteration" in inspect.signature(model._prefill).parameters:
+        return model._prefill(input_ids, config, kwargs, is_first_iteration=not config.is_assistant)
+    return model._prefill(input_ids, config, kwargs)
+
+
+def speaks_of_cached_tokens(mask_function: Callable, arguments: dict[str, Any]) -> bool:
+    """Whether a mask of a decode step is about the tokens in the cache, and not about the encoder's.
+
+    Args:
+        mask_function: the rule.
+        arguments: what else a version hands to mask functions: ``q_offset``, or ``cache_position`` in its place, whose
+            values are not read.
+    """
+    if "q_offset" in arguments:
+        return arguments["q_offset"] != 0
+    return mask_function is not bidirectional_mask_function
+
+
+def query_length(queries: int | torch.Tensor) -> int:
+    """Number of queries, from what a version hands to `get_mask_sizes`: that number, or their positions."""
+    return queries if isinstance(queries, int) else queries.shape[0]
 
 
 def evaluate_unbatched(mask_function: Callable, batch: torch.Tensor, query: torch.Tensor, key: torch.Tensor):

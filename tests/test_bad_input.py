@@ -533,8 +533,23 @@ def test_out_of_memory(kind: str, step: int, route: Callable) -> None:
 def test_out_of_memory_is_not_tried_again(kind: str) -> None:
     """In the first decode step too, where another failure may mean that keys must be gathered, which takes more."""
     model = of_its_own_class(tiny_model("llama"))
+    generate(model, **prompts("llama", 3), **BEAMS)
     with memory_ends(model, 1, exhausted(kind), once=True), pytest.raises(RuntimeError, match="memory"):
         generate(model, **prompts("llama", 3), **BEAMS)
+
+
+@pytest.mark.parametrize("kind", ["accelerator", "cpu"])
+def test_too_little_memory_to_compare_paths(kind: str) -> None:
+    """A model is gathered once beside being folded, to compare both; without the memory for that, folding goes on."""
+    model, inputs = of_its_own_class(tiny_model("llama")), prompts("llama", 3)
+    with memory_ends(model, 1, exhausted(kind), once=True):
+        ours = generate(model, **inputs, **BEAMS, **WHOLE)
+    check_equal(tiny_model("llama").generate(**inputs, **BEAMS, **WHOLE), ours)
+    assert ours.beam_path == "folded"
+    for passes in (3, 2):  # the prompt, and one step by both paths; then by the folded one
+        with forward_rows(model) as rows:
+            generate(model, **inputs, **{**BEAMS, "max_new_tokens": 2})
+        assert len(rows) == passes
 
 
 def test_out_of_memory_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,6 +578,7 @@ def test_other_errors_are_not_explained_as_memory() -> None:
 def test_an_interrupt(setting: dict, step: int) -> None:
     """Ctrl-C while a layer runs: it reaches the caller, settings are restored, the next call works."""
     model, inputs = of_its_own_class(tiny_model("llama")), prompts("llama", 2)
+    generate(model, **inputs, **BEAMS)
     passes = []
 
     def interrupt(*_: Any) -> None:

@@ -37,7 +37,8 @@ def folded_attention(
 
     Args:
         query: ``[B·W, H, 1, D]``.
-        key, value: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, a pool or an encoder's keys as the cache handed them.
+        key, value: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, a pool, or what the model made of it slot by slot,
+            or an encoder's keys as the cache handed them.
         attention_mask: what `pool_mask` made, or a mask over cache positions, or None.
         position_bias: ``[1 or B·W, H, 1, positions]``, added to the scores.
         softcap: scores become ``softcap · tanh(scores / softcap)``.
@@ -47,11 +48,11 @@ def folded_attention(
         ``[B·W, 1, H, Dv]`` and None (no attention maps: those need the gathered path).
 
     Raises:
-        CannotFoldError: if keys did not come from the cache as they are, or a mask has another shape.
+        CannotFoldError: if keys did not come from the cache, or a mask has another shape.
     """
     step = current_step()
     layer = None if step is None else step.layer_that_handed(key)
-    if layer is None or step is None:
+    if step is None or (layer is None and not step.is_made_of_the_pool(key, query.shape[0], attention_mask)):
         if step is not None and (key.shape[0] != query.shape[0] or step.speaks_of_slots(attention_mask)):
             raise CannotFoldError("the model's attention received keys that the cache did not hand out as they are")
         extras = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias, "softcap": softcap}

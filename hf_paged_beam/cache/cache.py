@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
 from .. import versions
+from ..versions import PreTrainedConfig
 from .index import BeamIndex
 from .layers import CrossLayer, PoolLayer, one_row_per_prompt
 

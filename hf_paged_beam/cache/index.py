@@ -95,6 +95,11 @@ class BeamIndex:
         marks = torch.zeros(self.batch_size, slots, dtype=torch.bool, device=paths.device)
         return marks.scatter_(1, paths.view(self.batch_size, -1), True)
 
+    @property
+    def newest_position(self) -> int:
+        """Cache position of the token that each beam writes next or wrote last: the query of this step."""
+        return self.prompt_length + self.paths.shape[1] - 1
+
     def live(self) -> torch.Tensor:
         """``[B, tree_slots]`` bool: which tree slots some beam names."""
         return self._mark(self.paths, self.tree_slots)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from .. import versions
 from .index import BeamIndex
 
 GROWTH, LEAST_SPARE = 8, 8
@@ -182,9 +183,9 @@ class PoolLayer(_IndexedLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: int | torch.Tensor) -> tuple[int, int]:
         first = self._first_shown()
-        return self.length + query_length - first, first
+        return self.length + versions.query_length(queries) - first, first
 
     def _first_shown(self) -> int:
         """First cache position that a query after the present tokens may see."""
@@ -241,8 +242,11 @@ class PoolLayer(_IndexedLayer):
     def _gather(self, stored: torch.Tensor, first: int) -> torch.Tensor:
         """``[B, Hkv, S, D]`` to ``[B·W, Hkv, length - first, D]``."""
         rows = self.index.rows(self.length)[..., first:].to(stored.device)  # [B, W, length - first]
-        prompt = torch.arange(rows.shape[0], device=stored.device).view(-1, 1, 1)
-        return stored.transpose(1, 2)[prompt, rows].flatten(0, 1).transpose(1, 2)
+        batch, heads, slots, size = stored.shape
+        first_slot = torch.arange(0, batch * heads * slots, slots, device=stored.device).view(batch, 1, heads, 1)
+        places = (first_slot + rows.unsqueeze(2)).flatten()  # [B·W·Hkv·(length - first)] rows of the pool laid flat
+        gathered = stored.reshape(-1, size).index_select(0, places)
+        return gathered.view(batch * rows.shape[1], heads, rows.shape[2], size)
 
 
 class CrossLayer(_IndexedLayer):
@@ -267,7 +271,7 @@ class CrossLayer(_IndexedLayer):
     def get_seq_length(self) -> int:
         return 0 if self._keys is None else self._keys.shape[-2]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: int | torch.Tensor) -> tuple[int, int]:
         return self.get_seq_length(), 0
 
     def rewind(self) -> None:

@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from .. import versions
 from .step import current_step
 
 
 def pool_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
+    *,
     mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
-    use_vmap: bool = False,
+    use_vmap: bool = versions.MASKS_NEED_VMAP,
     **kwargs,
 ) -> torch.Tensor | None:
     """Mask over the pool: ``[B, 1, W, P + tree slots]``, bool, or to be added where only the index table decides.
@@ -33,20 +29,18 @@ def pool_mask(
     per prompt. The arguments are those of transformers' mask functions.
     """
     step = current_step()
-    if step is not None and q_offset == 0 and mask_function is bidirectional_mask_function and not use_vmap:
+    of_pool = step is not None and versions.speaks_of_cached_tokens(mask_function, kwargs)
+    if step is not None and not of_pool and mask_function is versions.bidirectional_mask_function and not use_vmap:
         # Cross-attention: padding is all there is, and whether there is any is not looked up, which would be a read.
         return None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool)
-    if step is None or q_offset == 0:
+    if step is None or not of_pool:
         make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-        return make(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs,
-        )  # fmt: skip
+        return make(mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
     if mask_function is causal_mask_function and attention_mask is None:
         return step.remember_mask(step.visible_additive(kwargs.get("dtype", torch.float32)).unsqueeze(1))
     visible = step.visible()  # [B, W, S]
     if mask_function is not causal_mask_function:
-        allowed = _at_slots(mask_function, q_offset, step.positions(), step.num_beams, use_vmap)
+        allowed = _at_slots(mask_function, step.index.newest_position, step.positions(), step.num_beams, use_vmap)
         visible = visible & allowed.unsqueeze(1)
     if attention_mask is not None:
         per_prompt = attention_mask[:: attention_mask.shape[0] // step.batch_size]  # [B, length]

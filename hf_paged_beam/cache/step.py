@@ -39,6 +39,7 @@ class FoldedStep:
         self.num_beams = index.num_beams
         self.batch_size = index.batch_size
         self._attended: set[int] = set()
+        self._made_of_the_pool = 0
         self._memo: dict[tuple, tuple[tuple, torch.Tensor]] = {}
         self._masks: dict[int, torch.Tensor] = {}
 
@@ -71,9 +72,27 @@ class FoldedStep:
         self._attended.add(id(handed[1]))
         return handed[1]
 
+    def is_made_of_the_pool(self, key: torch.Tensor, rows: int, mask: torch.Tensor | None) -> bool:
+        """Whether the model computed these keys slot by slot from what the cache handed out; their use is noted.
+
+        So latent attention does, which keeps compressed keys. One row per prompt, as many positions as there are
+        slots, and a mask over slots: nothing else in a step looks like that.
+
+        Args:
+            key: ``[B, H, S, D]``.
+            rows: rows of the query.
+            mask: what came with it.
+        """
+        one_per_prompt = key.shape[0] == self.batch_size != rows == self.batch_size * self.num_beams
+        if not (one_per_prompt and key.shape[2] == self.index.slots_in_use and self.speaks_of_slots(mask)):
+            return False
+        self._made_of_the_pool += 1
+        return True
+
     def all_attended(self) -> bool:
         """Whether the attention function received the keys of every layer that handed keys to the model."""
-        return len(self._attended) == len({id(layer) for _, layer in self.index.handed.values()})
+        layers = len({id(layer) for _, layer in self.index.handed.values()})
+        return len(self._attended) + self._made_of_the_pool == layers
 
     def memo(self, key: tuple, sources: tuple, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Compute once per step; `sources` are kept alive so that an identity in `key` stays theirs."""

