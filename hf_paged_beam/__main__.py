@@ -115,7 +115,8 @@ def _print_comparison(result: SideBySide) -> None:
     if result.same_sequences:
         verdict = "the same beams"
     else:
-        verdict = f"beams that differ, scores by at most {result.largest_score_difference:.1e} (near ties)"
+        gap = result.largest_score_difference
+        verdict = f"beams that differ, scores by at most {gap:.1e}{' (near ties)' if gap < 1e-4 else ''}"
     mebibytes = 2**20
     print(f"\ntransformers' own search returns {verdict}.")
     print(f"{'':24s}{'seconds':>10s}{'K/V MiB':>10s}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from .generation import check_counts
 from .versions import GenerativeModel, has_seen_tokens
@@ -94,7 +95,7 @@ def _check_mask(shape: torch.Size, arguments: dict[str, Any]) -> None:
 
 
 def _holds_tokens(cache: Any) -> bool:
-    return cache is not None and has_seen_tokens(cache)
+    return isinstance(cache, Cache) and has_seen_tokens(cache)
 
 
 def _check_ids(name: str, ids: torch.Tensor, model: GenerativeModel, *, decoder: bool) -> None:
@@ -105,10 +106,22 @@ def _check_ids(name: str, ids: torch.Tensor, model: GenerativeModel, *, decoder:
         return
     low, high = torch.stack(ids.aminmax()).tolist()  # host read: once, before the search
     if low < 0 or high >= rows:
+        placeholders = torch.tensor(sorted(_placeholders(model.config)), dtype=ids.dtype, device=ids.device)
+        real = ids[~torch.isin(ids, placeholders)]
+        if real.numel() == 0:
+            return
+        low, high = torch.stack(real.aminmax()).tolist()
+    if low < 0 or high >= rows:
         raise ValueError(
             f"{name} must lie in 0..{rows - 1}, the model's vocabulary, but hold {low if low < 0 else high}. "
             f"Check that the tokenizer belongs to the model."
         )
+
+
+def _placeholders(config: Any) -> set[int]:
+    """Ids that stand for images, sound and the like; they may lie outside the vocabulary."""
+    named = {name: given for name, given in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
+    return {given for given in named.values() if isinstance(given, int) and not isinstance(given, bool)}
 
 
 def _check_positions(model: GenerativeModel, length: int, *, decoder: bool) -> None:

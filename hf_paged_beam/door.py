@@ -168,8 +168,11 @@ def register_name() -> None:
     The one thing of transformers that is replaced: `GenerationMixin.load_custom_generate`, by a wrapper. Idempotent.
     """
     stock = GenerationMixin.load_custom_generate
-    if getattr(stock, "_knows_hf_paged_beam", False):
+    known = getattr(stock, "_hf_paged_beam", None)
+    if known is generate:
         return
+    if known is not None:  # the package was imported anew
+        stock = stock.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(stock)
     def load_custom_generate(self, pretrained_model_name_or_path=None, *args, **kwargs):
@@ -177,7 +180,7 @@ def register_name() -> None:
             return generate
         return stock(self, pretrained_model_name_or_path, *args, **kwargs)
 
-    setattr(load_custom_generate, "_knows_hf_paged_beam", True)  # noqa: B010  a function has no such field
+    setattr(load_custom_generate, "_hf_paged_beam", generate)  # noqa: B010  a function has no such field
     GenerationMixin.load_custom_generate = load_custom_generate
 
 
@@ -272,10 +275,10 @@ def _one_row_per_prompt(
 
     uncertain = [name for name in ("mm_encoder_outputs", "pixel_values", "image_grid_thw") if model_kwargs.get(name)
                  is not None]  # fmt: skip
-    if uncertain and input_ids.shape[0] > width:
+    if uncertain:
         raise ValueError(
             f"custom_generate=hf_paged_beam.beam_search cannot tell which of the repeated {uncertain} belong to which "
-            f"prompt of a batch. Use custom_generate='hf_paged_beam', which is called before inputs are repeated."
+            f"prompt. Use custom_generate='hf_paged_beam', which is called before inputs are repeated."
         )
     return input_ids[::width], {name: narrow(name, given) for name, given in model_kwargs.items()}
 

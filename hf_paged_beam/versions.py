@@ -13,8 +13,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn import functional
 from transformers import DynamicCache, masking_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedLayer,
+    StaticLayer,
+)
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
     GenerateBeamDecoderOnlyOutput,
@@ -114,6 +121,28 @@ def is_recurrent(layer: Any) -> bool:
     return hasattr(layer, RECURRENT_STATE_METHOD)
 
 
+def whole_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values of all tokens that an attention layer of any cache has seen, ``[rows, Hkv, length, D]``.
+
+    Where a window has moved on, zeros stand in for what it left behind, which no later token sees. None for a layer
+    that holds anything else: recurrent states, indexer keys, a ring of slots.
+    """
+    if not is_plain_attention(layer) and type(layer) is not StaticLayer and not hasattr(layer, "index"):
+        return None
+    keys, values, length = layer.keys, layer.values, layer.get_seq_length()
+    if keys is None or values is None:
+        return None
+    length = int(length)  # a tensor in static layers; host read: before the search
+    if type(layer) is StaticLayer:
+        return keys[:, :, :length], values[:, :, :length]
+    dropped = length - keys.shape[-2]
+    if not dropped:
+        return keys, values
+    if not layer.is_sliding or dropped < 0:
+        return None
+    return functional.pad(keys, (0, 0, dropped, 0)), functional.pad(values, (0, 0, dropped, 0))
+
+
 def is_quantized(cache: Any) -> bool:
     """Whether a cache stores quantised keys."""
     return any(isinstance(layer, QuantizedLayer) or "Quantized" in type(layer).__name__ for layer in _layers(cache))
@@ -139,7 +168,8 @@ def set_length(layer: Any, length: int) -> None:
 
 def uses_stock_input_preparation(model: GenerativeModel) -> bool:
     """Whether the model reads only the newest token of each row when a step's inputs are prepared."""
-    return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    own = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    return own is GenerationMixin.prepare_inputs_for_generation
 
 
 def run_prompt(model: GenerativeModel, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:

@@ -43,20 +43,20 @@ def test_a_model_that_counts_slots_is_gathered() -> None:
             ours = hf_paged_beam.generate(model, **inputs, **CALL)
         check_equal(stock, ours)
         assert ours.beam_path == "gathered"
-        assert len(rows) == 6 + 2 * more  # tried gathered, folded, and gathered again
+        assert len(rows) == 6 + 2 * more
     wrong = hf_paged_beam.generate(model, **inputs, **CALL, beam_attention="folded")
     assert (wrong.sequences_scores - stock.sequences_scores).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "t5", "bart"])
 def test_both_paths_run_once_and_then_the_folded_one(kind: str) -> None:
-    """The first call of a kind of model runs one step more than the search needs; its result is that of the next."""
+    """The first call of a kind of model runs a step of few beams by both paths; its result is that of the next."""
     model, inputs = of_its_own_class(tiny_model(kind)), prompts(kind, 2)
     stock, found = model.generate(**inputs, **CALL), []
     for more in (1, 0):
         with forward_rows(model) as rows:
             found.append(hf_paged_beam.generate(model, **inputs, **CALL))
-        assert len(rows) == 6 + more and found[-1].beam_path == "folded"
+        assert len(rows) == 6 + 2 * more and found[-1].beam_path == "folded"
         check_equal(stock, found[-1])
     assert torch.equal(found[0].sequences_scores, found[1].sequences_scores)
 

@@ -1,12 +1,14 @@
 """Keys and values of a beam tree, each stored once. This folder knows nothing of scores.
 
 Read in this order: `index` (which slot holds which token of which beam), `layers` (the pools), `cache` (what
-transformers sees), then the folded read: `step` (what is running), `mask` (who sees which slot), `attention`.
+transformers sees), then the folded read: `step` (what is running), `mask` (who sees which slot), `attention`, `borrow`
+(how the model comes to call it).
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import NAME, folded_attention
+from .attention import folded_attention
+from .borrow import NAME, attention_configs, attention_set_to
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
 from .mask import pool_mask
 from .step import CannotFoldError, FoldedStep, running
@@ -22,5 +24,7 @@ __all__ = [
     "PagedBeamCache",
     "PagedBeamEncoderDecoderCache",
     "adopt_prefix",
+    "attention_configs",
+    "attention_set_to",
     "running",
 ]

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .borrow import own_attention
 from .layers import CrossLayer
 from .step import CannotFoldError, FoldedStep, current_step
-
-NAME = "hf_paged_beam"
-"""Name of the attention and of the mask function in transformers' registries."""
 
 
 def folded_attention(
@@ -90,9 +87,12 @@ def unfold(output: torch.Tensor, num_beams: int, groups: int) -> torch.Tensor:
 
 
 def _attend_rows(module, query, key, value, attention_mask, **extras):
-    """Attention whose keys are not from this cache, one row per query row: transformers' own."""
+    """Attention whose keys are not from this cache, one row per query row: what the module would do without us."""
     given = {name: extra for name, extra in extras.items() if extra is not None}
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **given)
+    attend = own_attention(module)
+    if attend is None:
+        raise CannotFoldError(f"the attention that {type(module).__name__} would use by itself is not known")
+    return attend(module, query, key, value, attention_mask, **given)
 
 
 def _pool_mask(

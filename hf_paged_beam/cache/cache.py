@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
@@ -81,8 +80,14 @@ class BeamVerbs:
         Args:
             batch_size: `B`, prompts.
             device: where index tables live.
+
+        Raises:
+            NotImplementedError: if layers hold prompts of different lengths, as where some keep an image's keys.
         """
-        length = max((layer.length for layer in self._pool_layers()), default=0)
+        lengths = {layer.length for layer in self._pool_layers()} or {0}
+        if len(lengths) > 1:
+            raise NotImplementedError(f"its layers hold prompts of {sorted(lengths)} tokens")
+        length = lengths.pop()
         for layer in self.indexed_layers():
             layer.wide_prompt = False
         self.index.begin_decode(batch_size, length, device)
@@ -117,6 +122,27 @@ class BeamVerbs:
             layers = self._decoder_layers()
             copies = iter(row_layers)
             layers[:] = [layer if isinstance(layer, PoolLayer) else next(copies) for layer in layers]
+
+    def sample(self, batch_size: int, num_beams: int) -> Any:
+        """A cache of the first beams of the first prompts, just after the prompt: what happens to it stays with it.
+
+        Args:
+            batch_size: prompts, at most `B`.
+            num_beams: beams of each, at most `W`.
+        """
+        index = BeamIndex(num_beams)
+        device, length = self.index.paths.device, self.index.prompt_length
+        index.begin_decode(batch_size, length, device)
+        rows = torch.arange(batch_size, device=device).repeat_interleave(num_beams)
+        index.fork(rows * num_beams)
+        index.set_high_water(num_beams)
+        taken = (torch.arange(batch_size, device=device).unsqueeze(1) * self.num_beams).add(
+            torch.arange(num_beams, device=device)
+        )
+        return self._sampled(index, taken.flatten())
+
+    def _sampled(self, index: BeamIndex, rows: torch.Tensor) -> Any:
+        raise NotImplementedError
 
     def end(self) -> None:
         """Close the search: slots given for a next token are taken back."""
@@ -224,10 +250,8 @@ class PagedBeamCache(BeamVerbs, Cache):
         self.index = BeamIndex(num_beams)
         stock_layers = versions.stock_layers(config) if stock_layers is None else stock_layers
         layers = [self._our_layer(layer) for layer in stock_layers]
-        if layers:
-            super().__init__(layers=layers)
-        else:
-            super().__init__(layer_class_to_replicate=lambda: PoolLayer(self.index))
+        self._grows = not layers
+        super().__init__(layers=layers)
         self._stock_driven = True
         self._config = config
         self.accept_wide_prompt(True)
@@ -236,8 +260,8 @@ class PagedBeamCache(BeamVerbs, Cache):
         return _describe(self, "PagedBeamCache", len(self.layers))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
-            layer = self.layer_class_to_replicate()
+        while self._grows and len(self.layers) <= layer_idx:
+            layer = PoolLayer(self.index)
             layer.wide_prompt = self._stock_driven and not self.index.decoding
             self.layers.append(layer)
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
@@ -251,6 +275,17 @@ class PagedBeamCache(BeamVerbs, Cache):
 
     def _decoder_layers(self) -> list[Any]:
         return self.layers
+
+    def _sampled(self, index: BeamIndex, rows: torch.Tensor) -> PagedBeamCache:
+        sample = copy.copy(self)
+        sample.index, sample.layers = index, []
+        for layer in self.layers:
+            if isinstance(layer, PoolLayer):
+                sample.layers.append(layer.of_first_prompts(index))
+            else:
+                sample.layers.append(copy.deepcopy(layer))
+                sample.layers[-1].reorder_cache(rows)
+        return sample
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._reorder_rows(beam_idx)
@@ -288,12 +323,15 @@ class _CrossCache(Cache):
 
     def __init__(self, index: BeamIndex):
         self.wide_prompt = False
-        super().__init__(layer_class_to_replicate=lambda: self._layer(index))
+        self.index = index
+        super().__init__(layers=[])
 
-    def _layer(self, index: BeamIndex) -> CrossLayer:
-        layer = CrossLayer(index)
-        layer.wide_prompt = self.wide_prompt
-        return layer
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            layer = CrossLayer(self.index)
+            layer.wide_prompt = self.wide_prompt
+            self.layers.append(layer)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Nothing moves: all beams of a prompt share the encoder's keys and values."""
@@ -332,6 +370,18 @@ class PagedBeamEncoderDecoderCache(BeamVerbs, EncoderDecoderCache):
         self.self_attention_cache.accept_wide_prompt(wide)
         self.cross_attention_cache.wide_prompt = wide
         super().accept_wide_prompt(wide)
+
+    def _sampled(self, index: BeamIndex, rows: torch.Tensor) -> PagedBeamEncoderDecoderCache:
+        sample = copy.copy(self)
+        sample.index = index
+        sample.self_attention_cache = self.self_attention_cache._sampled(index, rows)
+        sample.cross_attention_cache = copy.copy(self.cross_attention_cache)
+        sample.cross_attention_cache.index = index
+        sample.cross_attention_cache.layers = [
+            layer.of_first_prompts(index) for layer in self.cross_attention_cache.layers
+        ]
+        sample.is_updated = dict(self.is_updated)
+        return sample
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._reorder_rows(beam_idx)
@@ -386,21 +436,25 @@ def adopt_prefix(prefix: Cache, config: PreTrainedConfig, num_beams: int, batch_
 
 
 def _adopt_layers(theirs: Cache, ours: Cache, num_beams: int, batch_size: int) -> None:
-    for number, layer in enumerate(theirs.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None:
-            raise NotImplementedError(f"layer {number} of the given cache, {layer}, holds no keys")
-        if keys.shape[0] == batch_size * num_beams:
-            keys, values = one_row_per_prompt(keys, num_beams), one_row_per_prompt(values, num_beams)
-        elif keys.shape[0] != batch_size:
+    allowed = (batch_size, batch_size * num_beams)
+    for layer in theirs.layers:
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.shape[0] not in allowed:
             raise ValueError(
-                f"the given cache has {keys.shape[0]} rows; expected {batch_size} (one per prompt) or "
-                f"{batch_size * num_beams} (one per beam)"
+                f"the given cache has {keys.shape[0]} rows; expected {allowed[0]} (one per prompt) or {allowed[1]} "
+                f"(one per beam)"
             )
-        dropped = layer.get_seq_length() - keys.shape[-2]
-        if dropped:
-            if not getattr(layer, "is_sliding", False):
-                raise NotImplementedError(f"layer {number} of the given cache, {layer}, does not hold its whole prefix")
-            # A window has moved on. Zeros stand in for what it left behind, which no later token sees.
-            keys, values = (functional.pad(tensor, (0, 0, dropped, 0)) for tensor in (keys, values))
+    for number, layer in enumerate(theirs.layers):
+        whole = versions.whole_states(layer)
+        if whole is None:
+            what = f"layer {number} of the given cache, {layer}, holds more or less than the keys of a whole prefix"
+            if getattr(layer, "keys", None) is not None and layer.keys.shape[0] != allowed[1]:
+                raise ValueError(
+                    f"{what}. Only transformers' own search can continue that, from {allowed[1]} rows, one per beam; "
+                    f"the cache has {layer.keys.shape[0]}."
+                )
+            raise NotImplementedError(what)
+        keys, values = whole
+        if keys.shape[0] == allowed[1]:
+            keys, values = one_row_per_prompt(keys, num_beams), one_row_per_prompt(values, num_beams)
         ours.update(keys, values, number)

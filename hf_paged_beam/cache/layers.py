@@ -11,6 +11,9 @@ equal, and one is kept.
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -109,6 +112,18 @@ class _IndexedLayer(CacheLayerMixin):
         stored = (self._keys, self._values)
         return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in stored if tensor is not None)
 
+    def of_first_prompts(self, index: BeamIndex) -> Any:
+        """The same layer under another index, with the first of its prompts; it must not be written in decode before.
+
+        Args:
+            index: of at most as many prompts.
+        """
+        layer = copy.copy(self)
+        layer.index = index
+        if self._keys is not None and self._values is not None:
+            layer._keys, layer._values = self._keys[: index.batch_size], self._values[: index.batch_size]
+        return layer
+
     def _keep_prompt(self, states: torch.Tensor) -> torch.Tensor:
         return one_row_per_prompt(states, self.index.num_beams) if self.wide_prompt else states
 
@@ -166,7 +181,7 @@ class PoolLayer(_IndexedLayer):
 
     def rewind(self) -> None:
         """Undo the last `write`, so that the same step can be run again."""
-        self.length = self.index.prompt_length + self.index.paths.shape[1] - 1
+        self.length = min(self.length, self.index.prompt_length + self.index.paths.shape[1] - 1)
 
     def read(self, stored: torch.Tensor | None, first: int | None = None) -> torch.Tensor | None:
         """Keys or values as the model must see them, from position `first` on (not in a folded step: all slots)."""

@@ -13,6 +13,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from .. import versions
+from .borrow import attention_before
 from .step import current_step
 
 
@@ -34,10 +35,12 @@ def pool_mask(
         # Cross-attention: padding is all there is, and whether there is any is not looked up, which would be a read.
         return None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool)
     if step is None or not of_pool:
-        make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        make = ALL_MASK_ATTENTION_FUNCTIONS.get(attention_before(kwargs.get("config")))
+        if make is None:
+            return None  # as transformers does for an attention without a mask function
         return make(mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
     if mask_function is causal_mask_function and attention_mask is None:
-        return step.remember_mask(step.visible_additive(kwargs.get("dtype", torch.float32)).unsqueeze(1))
+        return step.visible_additive(kwargs.get("dtype", torch.float32)).unsqueeze(1)
     visible = step.visible()  # [B, W, S]
     if mask_function is not causal_mask_function:
         allowed = _at_slots(mask_function, step.index.newest_position, step.positions(), step.num_beams, use_vmap)
@@ -45,7 +48,7 @@ def pool_mask(
     if attention_mask is not None:
         per_prompt = attention_mask[:: attention_mask.shape[0] // step.batch_size]  # [B, length]
         visible = visible & per_prompt.gather(1, step.positions()).to(torch.bool).unsqueeze(1)
-    return step.remember_mask(visible.unsqueeze(1))
+    return visible.unsqueeze(1)
 
 
 def _at_slots(
@@ -54,7 +57,7 @@ def _at_slots(
     """Evaluate the rule for each prompt's first beam at the positions its slots hold: ``[B, S]`` bool."""
     device = positions.device
     batch = torch.arange(positions.shape[0], device=device) * num_beams
-    query = torch.tensor(query_position, device=device)
+    query = torch.full((), query_position, device=device)  # no copy from the host
     if use_vmap:
         return versions.evaluate_unbatched(mask_function, batch, query, positions)
     head = torch.zeros((), dtype=torch.int64, device=device)

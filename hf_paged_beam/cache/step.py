@@ -41,7 +41,6 @@ class FoldedStep:
         self._attended: set[int] = set()
         self._made_of_the_pool = 0
         self._memo: dict[tuple, tuple[tuple, torch.Tensor]] = {}
-        self._masks: dict[int, torch.Tensor] = {}
 
     def visible(self) -> torch.Tensor:
         """``[B, W, S]`` bool: the slots that each beam's path names."""
@@ -55,14 +54,13 @@ class FoldedStep:
         """``[B, S]`` int64: the cache position that each slot holds."""
         return self.memo(("positions",), (), self.index.positions)
 
-    def remember_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """Note that this mask speaks of slots, not of positions."""
-        self._masks[id(mask)] = mask
-        return mask
-
     def speaks_of_slots(self, mask: torch.Tensor | None) -> bool:
-        """Whether a mask came from `remember_mask` in this step."""
-        return mask is not None and id(mask) in self._masks
+        """Whether a mask is `pool_mask`'s, or a copy of it: ``[B or 1, 1, W, S]``.
+
+        A mask over positions has one row for each beam and one query.
+        """
+        shape = (self.num_beams, self.index.slots_in_use)
+        return mask is not None and mask.dim() == 4 and self.num_beams > 1 and mask.shape[2:] == shape
 
     def layer_that_handed(self, key: torch.Tensor) -> PoolLayer | CrossLayer | None:
         """The layer whose keys these very tensor is, if it came from the cache in this step; its use is noted."""

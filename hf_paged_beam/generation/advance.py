@@ -8,6 +8,9 @@ from .lengths import LengthTables
 from .state import Candidates, Chosen, SearchState
 from .stopping import still_open
 
+_ENDED = 1e9
+"""What transformers takes off the score of a candidate that ended, to rank it behind those that run on."""
+
 
 def advance(
     state: SearchState,
@@ -34,7 +37,12 @@ def advance(
     """
     finished_scores, finished_origin = _finish(state, candidates, hits, length, tables, early_stopping)
     width = state.finished_scores.shape[1]
-    running_scores, ranks = candidates.scores.masked_fill(hits, -torch.inf).topk(width, dim=1)
+    # Where too few run on, the ended ones stand in, as in transformers, and for what no rule allows the best does: all
+    # at -inf, so that nothing comes of them, but a rule that is asked about them is asked about what it allowed.
+    ranks = torch.where(hits, candidates.scores - _ENDED, candidates.scores).topk(width, dim=1).indices
+    scores = candidates.scores.gather(1, ranks)
+    running_scores = scores.masked_fill(hits.gather(1, ranks), -torch.inf)
+    ranks = torch.where(scores == -torch.inf, ranks[:, :1], ranks)
     after = SearchState(
         running_scores=running_scores,
         finished_scores=finished_scores,

@@ -61,8 +61,8 @@ class LengthTables:
         early_stopping: bool | str,
         device: torch.device,
     ):
-        lengths = torch.arange(max_new_tokens + 1, device=device).clamp_(min=1)
-        form = length_form(lengths, length_penalty, normalization).to(torch.float32)
+        lengths = torch.arange(max_new_tokens + 1).clamp_(min=1)  # on the CPU: not every device has float64
+        form = length_form(lengths, length_penalty, normalization).to(torch.float32).to(device)
         bound = form[-1:].expand(max_new_tokens + 1) if early_stopping == "never" and length_penalty > 0 else form
         self.form = form.expand(batch_size, -1)
         self.bound = bound.expand(batch_size, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict
         raise HandOver(f"{type(model).__name__} reorders its cache in a way of its own")
     if not isinstance(given, Cache):
         raise HandOver(f"a cache of type {type(given).__name__} is not a transformers Cache")
+    if getattr(given, "offloading", False):
+        raise HandOver(f"a {type(given).__name__} that offloads its layers keeps them where a pool is not")
     if versions.is_quantized(given):
         raise HandOver(f"a {type(given).__name__} with quantised layers stores keys in a way that a pool does not")
     if versions.has_seen_tokens(given):
@@ -94,30 +97,47 @@ def run_prompt(
     return outputs, {name: given for name, given in kwargs.items() if name not in _PROMPT_ONLY}
 
 
-def widen_inputs(kwargs: dict[str, Any], num_beams: int, *, decoder_only_part: bool) -> dict[str, Any]:
+def widen_inputs(kwargs: dict[str, Any], num_beams: int, *, part: str = "all") -> dict[str, Any]:
     """Give every beam its row of the model's inputs.
 
     Args:
         kwargs: inputs at ``B`` rows.
         num_beams: `W`.
-        decoder_only_part: of an encoder-decoder model, repeat only the decoder's inputs; what belongs to the encoder
-            stays at ``B`` rows, where the folded attention reads it.
+        part: of an encoder-decoder model, "decoder" or "encoder" to repeat only inputs of that part. What belongs to
+            the encoder can stay at ``B`` rows where the folded attention reads it.
     """
-    widened = dict(kwargs)
+
+    def repeat(name: str, given: torch.Tensor) -> torch.Tensor:
+        return given.repeat_interleave(num_beams, dim=_row_dimension(name, given))
+
+    chosen = {
+        name: given
+        for name, given in kwargs.items()
+        if part == "all" or name.startswith("decoder_") == (part == "decoder")
+    }
+    return {**kwargs, **_map_rows(chosen, repeat)}
+
+
+def of_first_prompts(kwargs: dict[str, Any], batch_size: int, count: int) -> dict[str, Any]:
+    """The inputs of the first `count` of `batch_size` prompts, ``B`` rows to `count` rows."""
+
+    def narrow(name: str, given: torch.Tensor) -> torch.Tensor:
+        dim = _row_dimension(name, given)
+        return given.narrow(dim, 0, count) if given.shape[dim] == batch_size else given
+
+    return _map_rows(kwargs, narrow)
+
+
+def _row_dimension(name: str, given: torch.Tensor) -> int:
+    return 1 if name == "position_ids" and given.dim() == 3 else 0
+
+
+def _map_rows(kwargs: dict[str, Any], change: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Change all inputs that have rows, those in `encoder_outputs` too."""
+    changed = dict(kwargs)
     for name, given in kwargs.items():
-        if name == "cache_position" or (decoder_only_part and not name.startswith("decoder_")):
-            continue  # the former has no rows
-        if isinstance(given, torch.Tensor) and given.dim() > 0:
-            dim = 1 if name == "position_ids" and given.dim() == 3 else 0
-            widened[name] = given.repeat_interleave(num_beams, dim=dim)
-    encoder_outputs = kwargs.get("encoder_outputs")
-    if encoder_outputs is not None and not decoder_only_part:
-        widened["encoder_outputs"] = type(encoder_outputs)(
-            **{
-                name: given.unsqueeze(1).expand(-1, num_beams, *given.shape[1:]).flatten(0, 1)
-                if isinstance(given, torch.Tensor)
-                else given
-                for name, given in encoder_outputs.items()
-            }
-        )
-    return widened
+        if isinstance(given, torch.Tensor) and given.dim() > 0 and name != "cache_position":
+            changed[name] = change(name, given)
+        elif name == "encoder_outputs" and given is not None:
+            changed[name] = type(given)(**_map_rows(given, change))
+    return changed

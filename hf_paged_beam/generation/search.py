@@ -28,7 +28,7 @@ from .history import History
 from .lengths import LengthTables
 from .memory import explain_out_of_memory
 from .output import StepOutputs, build_output
-from .prompt import prepare_cache, run_prompt
+from .prompt import HandOver, prepare_cache, run_prompt
 from .scores import ProcessedScores
 from .settings import SearchSettings
 from .state import Candidates, Chosen, SearchState
@@ -67,7 +67,7 @@ def run_search(call: SearchCall) -> Any:
     """Search, and return what transformers' search would return.
 
     Raises:
-        HandOver: before any forward pass, if the call is one for transformers' own search.
+        HandOver: before a search step, if the call is one for transformers' own search.
         RuntimeError: if the model's logits are not numbers.
         torch.OutOfMemoryError: with what was searched, and what would make it smaller, added to its message.
     """
@@ -137,7 +137,10 @@ class BeamSearch:
         call, settings = self.call, self.settings
         kwargs = {**call.model_kwargs, versions.CACHE_ARGUMENT: self.cache}
         outputs, kwargs = run_prompt(call.model, call.input_ids, call.config, kwargs)
-        self.cache.begin_decode(self.batch_size, self.device)
+        try:
+            self.cache.begin_decode(self.batch_size, self.device)
+        except NotImplementedError as error:
+            raise HandOver(f"{type(call.model).__name__}: {error}") from error
         decode = DecodeSteps(
             call.model,
             self.cache,
@@ -214,6 +217,6 @@ class BeamSearch:
 def _continue_rows(rows: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Rows of ids, continued: ``[B·R, length]``, ``[B, N]``, ``[B, N]`` to ``[B·N, length + 1]``."""
     batch, count = parents.shape
-    source = rows.view(batch, -1, rows.shape[-1])
+    source = rows.view(batch, rows.shape[0] // batch, rows.shape[-1])  # the length may be 0
     inherited = source.gather(1, parents.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
     return torch.cat([inherited, tokens.unsqueeze(-1)], dim=-1).view(batch * count, -1)
