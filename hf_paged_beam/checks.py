@@ -11,6 +11,13 @@ from transformers.cache_utils import Cache
 from .generation import check_counts
 from .versions import GenerativeModel, has_seen_tokens
 
+_GONE = {
+    "num_beam_groups": "diverse beam search",
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+}
+"""Settings of searches that transformers has given up."""
+
 
 def is_beam_search(model: GenerativeModel, arguments: dict[str, Any]) -> bool:
     """Whether the call asks for more than one beam and no other model's help; anything else is transformers' own."""
@@ -35,6 +42,12 @@ def check_arguments(model: GenerativeModel, inputs: torch.Tensor | None, argumen
             "streamer cannot be used with beam search: the best sequence can change until the end. "
             "Leave it out, or set num_beams=1."
         )
+    for name, search in _GONE.items():
+        if setting(name, model, arguments, None) not in (None, 1):
+            raise ValueError(
+                f"{name} asks for {search}, which this package does not search. transformers keeps it in a repository "
+                f"of its own: leave out custom_generate (and enable()), and pass trust_remote_code=True."
+            )
     input_ids = arguments.get("input_ids") if inputs is None else inputs
     if arguments.get("encoder_outputs") is None:
         _check_prompt(model, input_ids, arguments)
@@ -148,10 +161,10 @@ def _has_position_table(part: GenerativeModel, positions: int) -> bool:
 
 
 def _counts(model: GenerativeModel, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    return _setting("num_beams", model, arguments, 1), _setting("num_return_sequences", model, arguments, 1)
+    return setting("num_beams", model, arguments, 1), setting("num_return_sequences", model, arguments, 1)
 
 
-def _setting(name: str, model: GenerativeModel, arguments: dict[str, Any], default: Any) -> Any:
+def setting(name: str, model: GenerativeModel, arguments: dict[str, Any], default: Any) -> Any:
     """A generation setting as transformers resolves it: keyword, then given configuration, then the model's."""
     given = arguments.get(name)
     for config in (arguments.get("generation_config"), model.generation_config):

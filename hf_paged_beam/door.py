@@ -21,8 +21,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from transformers.utils import logging
 
 from . import versions
-from .checks import check_arguments, check_prepared, is_beam_search
-from .generation import HandOver, SearchCall, SearchSettings, check_options, run_search
+from .checks import check_arguments, check_prepared, is_beam_search, setting
+from .generation import HandOver, SearchCall, SearchSettings, check_options, reason_to_hand_over, run_search
 from .versions import GenerativeModel
 
 NAME = "hf_paged_beam"
@@ -67,6 +67,9 @@ def generate(
     check_arguments(model, inputs, arguments)
     if arguments.get("cache_implementation") == "paged":
         del arguments["cache_implementation"]  # transformers would drop the beams; our cache is a paged one
+    early = _early_reason(model, arguments)
+    if early is not None:
+        return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), HandOver(early))
     stand_in = _PromptOnce(model, {"length_normalization": length_normalization, "beam_attention": beam_attention})
     try:
         return GenerationMixin.generate(stand_in, inputs, **arguments)
@@ -281,6 +284,19 @@ def _one_row_per_prompt(
             f"prompt. Use custom_generate='hf_paged_beam', which is called before inputs are repeated."
         )
     return input_ids[::width], {name: narrow(name, given) for name, given in model_kwargs.items()}
+
+
+def _early_reason(model: GenerativeModel, arguments: dict[str, Any]) -> str | None:
+    """A reason to hand over that shows before transformers prepares the call, which may run an encoder."""
+    use_cache = setting("use_cache", model, arguments, True)
+    if arguments.get("inputs_embeds") is not None and not model.config.is_encoder_decoder:
+        use_cache = True  # as transformers sets it
+    return reason_to_hand_over(
+        model,
+        use_cache=use_cache,
+        cache_implementation=setting("cache_implementation", model, arguments, None),
+        given=arguments.get(versions.CACHE_ARGUMENT, arguments.get("past_key_values")),
+    )
 
 
 def _mark_handed_over(output: Any, handed_over: HandOver) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import os
@@ -16,18 +17,35 @@ from typing import Any
 import pytest
 import torch
 from comparing import both, check_equal, search_both
-from tiny_models import BUILDERS, ENCODER_DECODER, EOS, PAD, VOCABULARY, prompts, tiny_model
+from tiny_models import (
+    BUILDERS,
+    DECODERS,
+    ENCODER_DECODER,
+    EOS,
+    PAD,
+    VOCABULARY,
+    image_model,
+    prompts,
+    random_model,
+    tiny_model,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     EncoderDecoderCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     RwkvConfig,
@@ -321,6 +339,7 @@ def test_the_callable_has_every_keyword_of_ours() -> None:
 def test_the_callable_runs_the_prompt_once(kind: str) -> None:
     """transformers repeats the inputs before it calls us; everything after is at one row per prompt."""
     model = tiny_model(kind)
+    generate(model, **prompts(kind, 3), **BEAMS)  # this kind of model is met
     with forward_rows(model) as rows:
         model.generate(**prompts(kind, 3), **BEAMS, custom_generate=beam_search)
     assert rows[0] == 3 and set(rows[1:]) == {12}
@@ -335,6 +354,15 @@ def test_what_the_callable_cannot_be_given() -> None:
     ids, config = prompts("llama", 2)["input_ids"].repeat_interleave(2, 0), GenerationConfig(num_beams=2)
     with pytest.raises(ValueError, match=r"pixel_values.*custom_generate='hf_paged_beam'"):
         beam_search(model, ids, LogitsProcessorList(), StoppingCriteriaList(), config, pixel_values=torch.zeros(4, 3))
+
+
+def test_the_callable_cannot_be_given_an_image() -> None:
+    """Not for one prompt either: it is told to use the name, by which images are searched with."""
+    model, inputs = image_model(VOCABULARY - 1)
+    inputs = {name: given[:1] for name, given in inputs.items()}
+    with pytest.raises(ValueError, match="custom_generate='hf_paged_beam'"):
+        model.generate(**inputs, **BEAMS, custom_generate=beam_search)
+    check_equal(*search_both(model, inputs, **BEAMS))
 
 
 def test_an_explicit_custom_generate_wins() -> None:
@@ -619,12 +647,16 @@ def test_assisted_decoding_is_handed_over() -> None:
     assert passes and passes % 2 == 0  # as many for ours as for transformers' own
 
 
+@pytest.mark.parametrize("setting", [ONE_BEAM, {"use_cache": False}, {"cache_implementation": "offloaded"}])
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
-def test_handing_over_runs_the_encoder_once(kind: str) -> None:
+def test_handing_over_runs_the_encoder_once(kind: str, setting: dict) -> None:
     """A call that is handed over costs what it costs without this package."""
     model = tiny_model(kind)
-    with forward_rows(model.get_encoder()) as rows:
-        generate(model, **prompts(kind, 2), **{**BEAMS, **ONE_BEAM})
+    with (
+        forward_rows(model.get_encoder()) as rows,
+        contextlib.suppress(RuntimeError, AssertionError),
+    ):  # offloading needs a device
+        generate(model, **prompts(kind, 2), **{**BEAMS, **setting})
     assert rows == [2]
 
 
@@ -689,6 +721,30 @@ def test_a_model_without_attention() -> None:
     stock, ours = both(model, prompts("llama", 2), **BEAMS)
     check_equal(stock, ours, check_cache=False)
     assert ours.beam_path in ("recurrent", "handed over")
+
+
+@pytest.mark.parametrize("length", [3, 4, 9])
+def test_keys_of_an_image_beside_those_of_the_prompt(length: int) -> None:
+    """Mllama keeps both in one cache, as layers of different lengths (4 for the image): not one tree of tokens."""
+    text = dict(DECODERS, num_hidden_layers=3, cross_attention_layers=[1], bos_token_id=1)
+    del text["head_dim"]
+    vision = dict(
+        image_size=28, patch_size=14, num_channels=3, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_global_layers=1, attention_heads=2, max_num_tiles=1, vision_output_dim=32,
+        intermediate_layers_indices=[0], supported_aspect_ratios=[[1, 1]],
+    )  # fmt: skip
+    config = MllamaConfig(text_config=text, vision_config=vision, image_token_index=98)
+    model = random_model(MllamaForConditionalGeneration, config)
+    inputs = prompts("llama", 2, length, padded=False)
+    inputs["input_ids"][:, 0] = 98
+    ones = torch.ones(2, 1, dtype=torch.int64)
+    inputs |= {
+        "pixel_values": torch.randn(2, 1, 1, 3, 28, 28, dtype=torch.float64),
+        "aspect_ratio_ids": ones,
+        "aspect_ratio_mask": ones.unsqueeze(2),
+        "cross_attention_mask": torch.ones(2, length, 1, 1, dtype=torch.int64),
+    }
+    check_handed_over(model, inputs, **BEAMS)
 
 
 class Rounded(QuantizedLayer):
@@ -764,7 +820,7 @@ def test_a_paged_cache_implementation_keeps_the_beams(way: str) -> None:
 @pytest.mark.parametrize("custom_generate", [NAME, beam_search])
 @pytest.mark.parametrize("setting", [{"num_beam_groups": 2, "diversity_penalty": 0.5}, {"force_words_ids": [[7]]}])
 def test_searches_that_left_transformers(setting: dict, custom_generate: Any) -> None:
-    """Grouped and constrained beams live in repositories of their own: transformers' error, which says so."""
+    """Grouped and constrained beams live in repositories of their own: the error says so, and how to reach them."""
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(**prompts("llama", 2), **{**BEAMS, "num_return_sequences": 1}, **setting)
@@ -1009,6 +1065,55 @@ def test_a_thread_without_a_search_is_not_disturbed() -> None:
     hook.remove()
     assert seen[0] is None
     torch.testing.assert_close(seen[1], expected)
+
+
+def with_sinks() -> PreTrainedModel:
+    """A tiny gpt-oss, whose attention is transformers' eager one, with a sink in each head."""
+    experts = {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return random_model(GptOssForCausalLM, GptOssConfig(**{**DECODERS, **experts}, sliding_window=4), torch.float32)
+
+
+def with_softcap() -> PreTrainedModel:
+    """A tiny Gemma 2, which caps its attention scores."""
+    config = Gemma2Config(**DECODERS, sliding_window=4, attn_logit_softcapping=0.5)
+    return random_model(Gemma2ForCausalLM, config, torch.float32)
+
+
+@pytest.mark.parametrize("same_model", [True, False], ids=["the same model", "a model of the same configuration"])
+@pytest.mark.parametrize("made", [with_sinks, with_softcap])
+def test_a_plain_forward_pass_in_the_middle_of_a_folded_step(made: Callable, same_model: bool) -> None:
+    """In another thread it finds the borrowed attention setting, and gets what the model's own attention gives.
+
+    So does a search of transformers' own there, with its cache; and the search that was interrupted goes on folded.
+    """
+    model = of_its_own_class(made())
+    other = model if same_model else copy.deepcopy(model)
+    for module in other.modules():
+        if not same_model and hasattr(module, "config"):
+            module.config = model.config
+    inputs, meanwhile_inputs = prompts("llama", 2), prompts("llama", 3, 6, seed=5)
+
+    def plain() -> list[torch.Tensor]:
+        with torch.no_grad():
+            logits = other(**meanwhile_inputs).logits
+        return [logits, other.generate(**meanwhile_inputs, **BEAMS, **WHOLE).sequences_scores]
+
+    stock, expected, seen = model.generate(**inputs, **BEAMS, **WHOLE), plain(), []
+
+    def meanwhile(module: torch.nn.Module, args: tuple) -> None:
+        if current_step() is not None and not seen:
+            assert model.config._attn_implementation == NAME
+            seen.append("begun")
+            thread = threading.Thread(target=lambda: seen.extend(plain()))
+            thread.start()
+            thread.join()
+
+    hook = model.model.layers[1].register_forward_pre_hook(meanwhile)
+    ours = generate(model, **inputs, **BEAMS, **WHOLE)
+    hook.remove()
+    check_equal(stock, ours)
+    assert ours.beam_path == "folded"
+    torch.testing.assert_close(seen[1:], expected, rtol=0, atol=0)
 
 
 def test_a_given_cache_of_transformers_own_stays_the_callers() -> None:

@@ -82,12 +82,13 @@ class BeamVerbs:
             device: where index tables live.
 
         Raises:
-            NotImplementedError: if layers hold prompts of different lengths, as where some keep an image's keys.
+            NotImplementedError: if layers hold prompts of different lengths, as where some keep an image's keys, or
+                none at all, as where the model keeps them itself.
         """
-        lengths = {layer.length for layer in self._pool_layers()} or {0}
-        if len(lengths) > 1:
-            raise NotImplementedError(f"its layers hold prompts of {sorted(lengths)} tokens")
-        length = lengths.pop()
+        lengths = sorted({layer.length for layer in self._pool_layers()})
+        if len(lengths) > 1 or lengths == [0]:
+            raise NotImplementedError(f"its attention layers gave the cache prompts of {lengths} tokens")
+        length = lengths[0] if lengths else 0
         for layer in self.indexed_layers():
             layer.wide_prompt = False
         self.index.begin_decode(batch_size, length, device)

@@ -3,8 +3,16 @@
 Read `search` first: it lists the steps and the file of each.
 """
 
-from .prompt import HandOver
+from .prompt import HandOver, reason_to_hand_over
 from .search import SearchCall, run_search
 from .settings import SearchSettings, check_counts, check_options
 
-__all__ = ["HandOver", "SearchCall", "SearchSettings", "check_counts", "check_options", "run_search"]
+__all__ = [
+    "HandOver",
+    "SearchCall",
+    "SearchSettings",
+    "check_counts",
+    "check_options",
+    "reason_to_hand_over",
+    "run_search",
+]

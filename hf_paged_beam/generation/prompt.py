@@ -32,6 +32,32 @@ class HandOver(Exception):
         self.reason = reason
 
 
+def reason_to_hand_over(
+    model: GenerativeModel, *, use_cache: bool, cache_implementation: str | None, given: Any
+) -> str | None:
+    """Why a pool cannot serve this model, these settings or this cache, in one line; None where it can.
+
+    Args:
+        given: the caller's cache, or the one that transformers made for the call, if any.
+    """
+    if not use_cache:
+        return "use_cache=False recomputes every token, so that nothing is cached"
+    if cache_implementation in ("quantized", "offloaded", "offloaded_static"):
+        return f"cache_implementation={cache_implementation!r} stores keys in a way that a pool does not"
+    if hasattr(model, "_reorder_cache"):
+        return f"{type(model).__name__} reorders its cache in a way of its own"
+    if given is None:
+        return None
+    kind = type(given).__name__
+    if not isinstance(given, Cache):
+        return f"a cache of type {kind} is not a transformers Cache"
+    if getattr(given, "offloading", False):
+        return f"a {kind} that offloads its layers keeps them where a pool is not"
+    if versions.is_quantized(given):
+        return f"a {kind} with quantised layers stores keys in a way that a pool does not"
+    return None
+
+
 def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict[str, Any], batch_size: int) -> Any:
     """Our cache for this search, holding the prefix that the caller's cache holds, if any.
 
@@ -39,23 +65,14 @@ def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict
         HandOver: where the model, the configuration or the given cache asks for what a pool cannot do.
         ValueError: where the given cache does not fit the call.
     """
-    if not config.use_cache:
-        raise HandOver("use_cache=False recomputes every token, so that nothing is cached")
-    if config.cache_implementation in ("quantized", "offloaded", "offloaded_static"):
-        raise HandOver(
-            f"cache_implementation={config.cache_implementation!r} stores keys in a way that a pool does not"
-        )
     given = kwargs.get(versions.CACHE_ARGUMENT)
-    if given is None:
+    if given is None and config.use_cache:
         raise HandOver(f"{type(model).__name__} keeps its cache in a form of its own")
-    if hasattr(model, "_reorder_cache"):
-        raise HandOver(f"{type(model).__name__} reorders its cache in a way of its own")
-    if not isinstance(given, Cache):
-        raise HandOver(f"a cache of type {type(given).__name__} is not a transformers Cache")
-    if getattr(given, "offloading", False):
-        raise HandOver(f"a {type(given).__name__} that offloads its layers keeps them where a pool is not")
-    if versions.is_quantized(given):
-        raise HandOver(f"a {type(given).__name__} with quantised layers stores keys in a way that a pool does not")
+    reason = reason_to_hand_over(
+        model, use_cache=config.use_cache, cache_implementation=config.cache_implementation, given=given
+    )
+    if reason is not None:
+        raise HandOver(reason)
     if versions.has_seen_tokens(given):
         return _adopt(given, model, config.num_beams, batch_size)
     if isinstance(given, _OURS):
