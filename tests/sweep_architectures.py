@@ -55,8 +55,15 @@ TINY = dict(
 )  # fmt: skip
 """Sizes, given to every configuration that has such a field."""
 
+LEFT_OUT = object()
+"""In `PARTICULAR`: a field of `TINY` that this configuration does not take."""
+
 _EQUAL_HEADS = dict(num_key_value_heads=4)
 _WIDE_EXPERTS = dict(moe_intermediate_size=32, intermediate_size=32, shared_expert_intermediate_size=32)
+_PROPHETNET = dict(
+    num_hidden_layers=LEFT_OUT, num_encoder_layers=2, num_decoder_layers=2, ngram=1, num_encoder_attention_heads=4,
+    num_decoder_attention_heads=4,
+)  # fmt: skip
 PARTICULAR: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "axk1", "axk2", "bailing_hybrid", "glm4_moe_lite",
@@ -69,6 +76,27 @@ PARTICULAR: dict[str, dict[str, Any]] = {
          "mixtral", "olmoe", "phimoe"),
         _WIDE_EXPERTS,
     ),
+    "bamba": dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, attn_layer_indices=[1]),
+    "codegen": dict(rotary_dim=4),
+    "falcon": dict(head_dim=LEFT_OUT),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
+    "gptj": dict(rotary_dim=4),
+    "helium": dict(num_key_value_heads=4, head_dim=8),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    "hunyuan_v1_moe": dict(head_dim=8, num_experts=2, moe_topk=1),
+    "jamba": dict(
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8,
+        mamba_dt_rank=4, intermediate_size=32,
+    ),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "ministral": dict(head_dim=8),
+    "moshi": dict(ffn_dim=38),
+    "nemotron": dict(num_key_value_heads=2, head_dim=8),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"], lru_width=32, attention_window_size=8),
+    "xlnet": dict(max_position_embeddings=LEFT_OUT),
+    "xmod": dict(default_language="en_XX"),
+    "prophetnet": _PROPHETNET,
+    "xlm-prophetnet": _PROPHETNET,
 }  # fmt: skip
 """What a model type needs beside `TINY`, or in its place; set even where its configuration shows no such field."""
 
@@ -115,6 +143,7 @@ def tiny_config(config_class: type) -> Any:
         and not isinstance(current, (list, dict))
     }
     sizes |= {**PARTICULAR.get(base.model_type, {}), "pad_token_id": 0}
+    sizes = {name: size for name, size in sizes.items() if size is not LEFT_OUT}
     kinds = list(dict.fromkeys(getattr(base, "layer_types", None) or []))
     if not kinds or "layer_types" in sizes:
         return config_class(**sizes)

@@ -31,6 +31,7 @@ from watching import forward_rows, of_its_own_class
 from hf_paged_beam import beam_search, enable, generate
 from hf_paged_beam.cache.layers import PoolLayer
 from hf_paged_beam.cache.step import current_step
+from hf_paged_beam.versions import CACHE_ARGUMENT
 
 NAME = "hf_paged_beam"
 BEAMS = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 4, "do_sample": False}
@@ -332,6 +333,23 @@ def test_a_long_prompt_where_positions_are_computed(kind: str, caplog: pytest.Lo
     check_equal(stock, output)
     assert warnings[1] == warnings[0]
     assert bool(warnings[0]) == (kind == "llama")
+
+
+# --- a cache of another kind ---
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("argument", sorted({"past_key_values", CACHE_ARGUMENT}))
+def test_a_tuple_for_a_cache(argument: str, kind: str) -> None:
+    """Keys and values in tuples, as in old releases: refused in transformers' words."""
+    model, states = tiny_model(kind), torch.zeros(8, 2, 3, 8)
+    call = {**prompts(kind, 2), **BEAMS, argument: ((states, states),) * 2}
+    with pytest.raises(ValueError, match="tuple") as stock:
+        model.generate(**call)
+    for route in (generate, by_name, as_callable):
+        with pytest.raises(ValueError, match="tuple") as ours:
+            route(model, **call)
+        assert str(ours.value) == str(stock.value)
 
 
 # --- streamer ---

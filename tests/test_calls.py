@@ -1075,7 +1075,7 @@ def with_sinks() -> PreTrainedModel:
 
 def with_softcap() -> PreTrainedModel:
     """A tiny Gemma 2, which caps its attention scores."""
-    config = Gemma2Config(**DECODERS, sliding_window=4, attn_logit_softcapping=0.5)
+    config = Gemma2Config(**DECODERS, sliding_window=4, attn_logit_softcapping=0.5, attn_implementation="eager")
     return random_model(Gemma2ForCausalLM, config, torch.float32)
 
 

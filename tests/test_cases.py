@@ -36,6 +36,7 @@ from hf_paged_beam import generate
 from hf_paged_beam.cache import FoldedStep, folded_attention, running
 from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import PoolLayer
+from hf_paged_beam.side_by_side import compare
 from hf_paged_beam.versions import CACHE_ARGUMENT
 
 BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 8, "do_sample": False}
@@ -372,6 +373,20 @@ def test_a_constraint_with_continuations_enough(kind: str) -> None:
                               prefix_allowed_tokens_fn=allowed_by_trie(1 if kind == "t5" else 7))  # fmt: skip
     assert real_scores(stock.sequences_scores).isfinite().all()
     check_equal(stock, ours)
+
+
+@pytest.mark.parametrize("width", [3, 12])
+def test_a_comparison_leaves_out_rows_that_are_none(width: int) -> None:
+    """Rows that are no continuation have a score of -1e9 or so in transformers, and -inf here: that is no difference.
+
+    Report 2415 once more: of so many beams only three are names.
+    """
+    result = compare(
+        tiny_model("llama"), prompts("llama", 2, padded=False), rounds=1, num_beams=width, num_return_sequences=width,
+        max_new_tokens=5, do_sample=False, prefix_allowed_tokens_fn=allowed_by_trie(7),
+    )  # fmt: skip
+    assert result.ours.sequences_scores.isfinite().sum() == 2 * 3
+    assert result.largest_score_difference < 1e-4
 
 
 # --- 11 to 15: what is run, stored and moved ---

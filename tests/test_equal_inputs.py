@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from comparing import check_identical, returned_cache, search_both
-from tiny_models import BUILDERS, DECODER_ONLY, ENCODER_DECODER, EOS, START, double_model, prompts_for
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+from comparing import check_equal, check_identical, returned_cache, search_both
+from tiny_models import (
+    BUILDERS,
+    DECODER_ONLY,
+    DECODERS,
+    ENCODER_DECODER,
+    EOS,
+    START,
+    VOCABULARY,
+    double_model,
+    image_model,
+    prompts,
+    prompts_for,
+    random_model,
+    tiny_model,
+)
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import BaseModelOutput
+from watching import of_its_own_class
 
 import hf_paged_beam
 from hf_paged_beam.versions import CACHE_ARGUMENT
@@ -43,6 +72,35 @@ def test_embeddings_alone(kind: str, batch_size: int) -> None:
     assert ours.sequences.shape[1] == ours.beam_indices.shape[1]
     by_ids, _ = search_both(model, inputs, **SEARCH)
     assert torch.equal(stock.sequences, by_ids.sequences[:, 7:])
+
+
+class EndsAt(StoppingCriteria):
+    """Ends rows at one token."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+ROW_READERS: dict[str, dict] = {
+    "processor": {"repetition_penalty": 1.3},
+    "length": {"min_new_tokens": 3},
+    "criterion": {"stopping_criteria": StoppingCriteriaList([EndsAt(40)])},
+}
+"""Settings whose processors or criteria read rows of ids."""
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("setting", ROW_READERS)
+@pytest.mark.parametrize("kind", DECODER_ONLY)
+def test_embeddings_alone_and_rows_that_are_read(kind: str, setting: str, batch_size: int) -> None:
+    """Without ids in the prompt, rows of ids have no columns at the first step, and are read nevertheless."""
+    model, inputs = double_model(kind), prompts_for(double_model(kind), kind, batch_size)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    given = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+    check_call(kind, given, **ROW_READERS[setting])
 
 
 @pytest.mark.parametrize("kind", DECODER_ONLY)
@@ -160,6 +218,41 @@ def test_the_prompt_is_run_once_per_prompt(kind: str) -> None:
     assert 3 * WIDTH in rows["stock"]
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+def test_input_preparation_of_the_users_own(kind: str) -> None:
+    """A `prepare_inputs_for_generation` that stands on the model object gets whole rows of ids, as transformers'."""
+    model = of_its_own_class(tiny_model(kind, dtype=torch.float64))
+    prepare, seen = model.prepare_inputs_for_generation, []
+
+    @functools.wraps(prepare)
+    def noting(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict:
+        seen.append(input_ids.tolist())
+        return prepare(input_ids, *args, **kwargs)
+
+    model.prepare_inputs_for_generation = noting
+    rows = []
+    for custom_generate in (None, "hf_paged_beam"):
+        seen.clear()
+        output = model.generate(**prompts_for(model, kind, 2), **SEARCH, return_dict_in_generate=True,
+                                output_scores=True, custom_generate=custom_generate)  # fmt: skip
+        rows.append([list(seen), output])
+    (theirs, stock), (mine, ours) = rows
+    check_identical(stock, ours)
+    assert mine[-5:] == theirs[-5:]
+
+
+@pytest.mark.parametrize("image_token", [VOCABULARY - 1, VOCABULARY])
+def test_images(image_token: int) -> None:
+    """An image in each prompt, and the id that holds its place: it need not be one of the vocabulary."""
+    model, inputs = image_model(image_token)
+    stock, ours = search_both(model, inputs, **SEARCH)
+    check_identical(stock, ours)
+    assert ours.beam_path == "folded"
+    other = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 13, VOCABULARY + 1)}
+    with pytest.raises(ValueError, match=rf"input_ids must lie in 0\.\.98.* {VOCABULARY + 1}\b"):
+        hf_paged_beam.generate(model, **other, **SEARCH)
+
+
 # A prefix: a cache that already holds keys and values
 
 
@@ -251,6 +344,81 @@ def test_a_prefix_longer_than_the_window_with_one_row_per_prompt(kind: str) -> N
     assert torch.equal(ours.sequences, stock.sequences)
 
 
+def static_mistral() -> tuple[Any, Any]:
+    """A model with a window, and an empty cache whose windowed layers are rings of slots."""
+    model = random_model(MistralForCausalLM, MistralConfig(**DECODERS, sliding_window=16))
+    return model, StaticCache(config=model.config, max_cache_len=64)
+
+
+def hybrid() -> tuple[Any, Any]:
+    """A model whose layers keep keys and a recurrent state, and an empty cache for both."""
+    config = FalconH1Config(
+        **DECODERS, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1,
+        mamba_chunk_size=8,
+    )  # fmt: skip
+    model = random_model(FalconH1ForCausalLM, config)
+    return model, DynamicCache(config=model.config)
+
+
+@pytest.mark.parametrize("columns", [4, 6])
+@pytest.mark.parametrize("made", [static_mistral, hybrid])
+def test_a_prefix_that_is_more_than_keys_in_a_row(made: Callable, columns: int) -> None:
+    """Recurrent states and rings of slots are no pool's: nothing of them may get lost.
+
+    With one row per beam the result is transformers'. With one row per prompt, from which transformers' search cannot
+    start, it is that or an error which speaks of rows.
+    """
+    inputs = prompts("llama", 2, padded=False)
+
+    def prefix(rows_per_prompt: int) -> dict[str, Any]:
+        model, cache = made()
+        ids = inputs["input_ids"][:, :columns].repeat_interleave(rows_per_prompt, dim=0)
+        with torch.no_grad():
+            model(input_ids=ids, **{CACHE_ARGUMENT: cache})
+        return {CACHE_ARGUMENT: cache}
+
+    model, _ = made()
+    whole, _ = search_both(model, inputs, **SEARCH)
+    stock, ours = search_both(model, inputs, **SEARCH, stock_only=prefix(WIDTH), ours_only=prefix(WIDTH))
+    torch.testing.assert_close(stock.sequences_scores, whole.sequences_scores, rtol=1e-5, atol=1e-5)
+    check_equal(stock, ours, 1e-5)
+    try:
+        narrow = hf_paged_beam.generate(
+            model, **inputs, **SEARCH, **prefix(1), return_dict_in_generate=True, output_scores=True
+        )
+    except ValueError as error:
+        assert re.search(rf"{2 * WIDTH} rows, one per beam; the cache has 2\b", str(error))
+    else:
+        check_equal(stock, narrow, 1e-5)
+
+
+class Offloading(DynamicCache):
+    """Says that it offloads its layers, and does without the second device that this takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offloading = True
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        self.offloading = False
+        try:
+            return super().update(*args, **kwargs)
+        finally:
+            self.offloading = True
+
+
+def test_a_cache_that_offloads_is_handed_over() -> None:
+    """A caller who wants keys kept elsewhere gets that, not a pool on the device."""
+    cache = Offloading()
+    stock, ours = search_both(
+        double_model("llama"), prompts_for(double_model("llama"), "llama", 2), **SEARCH,
+        stock_only={CACHE_ARGUMENT: Offloading()}, ours_only={CACHE_ARGUMENT: cache},
+    )  # fmt: skip
+    check_equal(stock, ours, 1e-5)
+    assert ours.beam_path == "handed over" and "offload" in ours.handed_over_because
+    assert returned_cache(ours) is cache
+
+
 @pytest.mark.parametrize("rows_per_prompt", [1, WIDTH])
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_a_prefix_of_an_encoder_decoder_model(kind: str, rows_per_prompt: int) -> None:
@@ -319,6 +487,25 @@ def test_our_cache_under_stocks_own_search(kind: str) -> None:
     assert torch.equal(with_ours.sequences, stock.sequences)
     torch.testing.assert_close(with_ours.scores, stock.scores, rtol=1e-5, atol=1e-5)
     cache.check()
+
+
+@pytest.mark.parametrize("custom_generate", [None, "hf_paged_beam"])
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_a_copy_of_an_empty_cache(kind: str, custom_generate: str | None) -> None:
+    """`copy.deepcopy` of a cache of ours is a cache like it: it serves a search, and the original stays empty."""
+    model, inputs = double_model(kind), prompts_for(double_model(kind), kind, 2)
+    cache = hf_paged_beam.PagedBeamCache(model.config, num_beams=WIDTH)
+    copied = copy.deepcopy(cache)
+    call = {**SEARCH, "num_return_sequences": 1, "return_dict_in_generate": True, "output_scores": True}
+    stock = model.generate(**inputs, **call)
+    for used in (copied, copy.deepcopy(cache), cache):
+        ours = model.generate(**inputs, **call, **{CACHE_ARGUMENT: used}, custom_generate=custom_generate)
+        ours.beam_path = getattr(ours, "beam_path", "gathered")
+        check_equal(stock, ours, 1e-5, check_cache=False)
+        used.check()
+        assert used.get_seq_length() > 0
+        assert used is cache or cache.get_seq_length() == 0
+    assert copied.index is not cache.index
 
 
 def test_a_prefix_in_a_cache_of_our_own() -> None:

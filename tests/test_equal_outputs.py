@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -267,6 +268,17 @@ def test_generation_continues_from_the_returned_cache(kind: str) -> None:
     mask = torch.ones(8, length + 1, dtype=torch.int64)
     logits = [model(input_ids=token, attention_mask=mask, **{CACHE_ARGUMENT: cache}).logits for cache in (theirs, mine)]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_an_output_can_be_pickled(kind: str) -> None:
+    """With its cache, as transformers' can, so that it can go to another process; what comes out is what went in."""
+    stock, ours = search_both(double_model(kind), prompts_for(double_model(kind), kind, 2), **SEARCH)
+    loaded = pickle.loads(pickle.dumps(ours))
+    assert type(loaded) is type(ours) and loaded.beam_path == ours.beam_path
+    check_identical(stock, loaded)
+    check_layers(self_attention(returned_cache(ours)), self_attention(returned_cache(loaded)))
+    assert returned_cache(loaded).usage() == returned_cache(ours).usage()
 
 
 @pytest.mark.parametrize("asked", [{}, {"output_attentions": True, "output_hidden_states": True}])

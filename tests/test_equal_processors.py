@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,3 +268,48 @@ def test_fewer_legal_sequences_than_beams(kind: str, width: int) -> None:
         found = [row[: row.index(EOS) + 1] for row in rows]
         assert all(one in legal for one in found) and len({tuple(one) for one in found}) == len(found)
     check_equal(stock, ours, 1e-5)
+
+
+def strict_trie(branches: tuple[int, ...], start: int) -> Callable[[int, torch.Tensor], list[int]]:
+    """A constraint to a tree that branches so often at each level, then ends. What it never allowed is a KeyError."""
+    tree: dict[tuple[int, ...], list[int]] = {}
+
+    def grow(prefix: tuple[int, ...]) -> None:
+        depth = len(prefix)
+        if depth == len(branches):
+            tree[prefix] = [EOS]
+            tree[(*prefix, EOS)] = [EOS]  # transformers asks about sequences that ended, too
+            return
+        first = 10 + 20 * depth + sum(prefix) % 3
+        tree[prefix] = list(range(first, first + branches[depth]))
+        for token in tree[prefix]:
+            grow((*prefix, token))
+
+    def allowed(prompt: int, ids: torch.Tensor) -> list[int]:
+        sofar = ids[start:].tolist()
+        return tree[tuple(sofar[: sofar.index(EOS) + 1] if EOS in sofar else sofar)]
+
+    grow(())
+    return allowed
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("width", [2, 3, 5, 9])
+@pytest.mark.parametrize("branches", [(2, 20), (2, 20, 4), (3, 2, 19), (2, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_strict_trie_is_asked_about_legal_prefixes_only(
+    kind: str, branches: tuple[int, ...], width: int, early_stopping: bool | str
+) -> None:
+    """Where fewer tokens are legal than there are beams, the beams to spare are legal as well: nothing else is asked.
+
+    Later levels of the tree have room for all beams again.
+    """
+    model = double_model(kind)
+    inputs = prompts_for(model, kind, 2)
+    stock, ours = search_both(
+        model, inputs, num_beams=width, num_return_sequences=width, max_new_tokens=len(branches) + 1,
+        early_stopping=early_stopping,
+        prefix_allowed_tokens_fn=strict_trie(branches, 1 if kind == "t5" else inputs["input_ids"].shape[1]),
+    )  # fmt: skip
+    check_equal(stock, ours, 1e-5)
+    assert ours.sequences_scores.isfinite().any()

@@ -8,7 +8,9 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -16,6 +18,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -119,6 +122,49 @@ def tiny_model(kind: str, *, eos: int | list[int] | None = EOS, dtype: torch.dty
     if model.config.is_encoder_decoder:
         settings.decoder_start_token_id = START
     return model.to(dtype)
+
+
+def random_model(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype = torch.float64
+) -> PreTrainedModel:
+    """A random model of any class and configuration, as `tiny_model` makes them."""
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or "sinks" in name:
+            parameter.data.normal_(0, 0.3)
+        elif "gate" in name:
+            parameter.data.fill_(1.0)
+    model.tie_weights()
+    settings = model.generation_config
+    settings.eos_token_id, settings.pad_token_id, settings.bos_token_id = EOS, PAD, None
+    return model.to(dtype)
+
+
+def image_model(image_token: int) -> tuple[PreTrainedModel, dict]:
+    """A tiny Gemma 3 that sees, and two prompts with an image each, the second padded.
+
+    Args:
+        image_token: the id that holds the place of an image's patches.
+    """
+    text = dict(DECODERS, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, image_token_index=image_token, image_token_id=image_token,
+        mm_tokens_per_image=4, boi_token_index=7, eoi_token_index=8,
+    )  # fmt: skip
+    model = random_model(Gemma3ForConditionalGeneration, config)
+    image = [7, *[image_token] * 4, 8]
+    input_ids = torch.tensor([[11, 12, *image, 13, 14], [PAD, 15, *image, 16, 17]])
+    generator = torch.Generator().manual_seed(2)
+    return model, {
+        "input_ids": input_ids,
+        "attention_mask": (input_ids != PAD).long(),
+        "token_type_ids": (input_ids == image_token).long(),
+        "pixel_values": torch.randn(2, 3, 28, 28, generator=generator, dtype=torch.float64),
+    }
 
 
 def prompts(kind: str, batch_size: int = 2, length: int = 7, *, padded: bool = True, seed: int = 1) -> dict:

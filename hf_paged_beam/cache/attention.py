@@ -58,8 +58,10 @@ def folded_attention(
         raise CannotFoldError(f"a folded step has one query per beam, but got {query.shape[2]}")
     key_heads = key.shape[1]
     groups = query.shape[1] // key_heads
-    mask_of = _cross_mask if isinstance(layer, CrossLayer) else _pool_mask
-    mask = mask_of(step, attention_mask, position_bias, key, groups)
+    if isinstance(layer, CrossLayer):
+        mask = _cross_mask(step, attention_mask, position_bias, key, groups)
+    else:
+        mask = _pool_mask(step, attention_mask, position_bias, key, groups, step.window_of(layer))
     folded = fold(query, step.num_beams, key_heads)
     if softcap is None and s_aux is None:
         output = functional.scaled_dot_product_attention(
@@ -96,9 +98,18 @@ def _attend_rows(module, query, key, value, attention_mask, **extras):
 
 
 def _pool_mask(
-    step: FoldedStep, mask: torch.Tensor | None, bias: torch.Tensor | None, key: torch.Tensor, groups: int
+    step: FoldedStep,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    key: torch.Tensor,
+    groups: int,
+    window: int | None,
 ) -> torch.Tensor:
-    """Additive mask over the pool, ``[B, 1 or Hkv, G·W, S]``, made once per step for each mask, bias and grouping."""
+    """Additive mask over the pool, ``[B, 1 or Hkv, G·W, S]``, made once per step for each mask, bias and grouping.
+
+    A window is applied whatever the mask says: some models leave it to the cache, which forgets what is outside.
+    """
+    newest = step.index.newest_position
 
     def make() -> torch.Tensor:
         if mask is None:
@@ -109,9 +120,12 @@ def _pool_mask(
             additive = _masked(_at_slots(step, mask, key), step.visible().unsqueeze(1), key)
         if bias is not None:
             additive = additive + _at_slots(step, bias, key)  # [B, H, W, S]
+        if window is not None and newest >= window:
+            outside = (step.positions() <= newest - window)[:, None, None, :].to(key.device)
+            additive = additive.masked_fill(outside, -torch.inf)
         return _fold_mask(additive, groups)
 
-    return step.memo(("pool", id(mask), id(bias), groups, key.dtype, key.device), (mask, bias), make)
+    return step.memo(("pool", id(mask), id(bias), groups, window, key.dtype, key.device), (mask, bias), make)
 
 
 def _cross_mask(

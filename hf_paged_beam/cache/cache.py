@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
@@ -86,14 +87,27 @@ class BeamVerbs:
                 none at all, as where the model keeps them itself.
         """
         lengths = sorted({layer.length for layer in self._pool_layers()})
-        if len(lengths) > 1 or lengths == [0]:
-            raise NotImplementedError(f"its attention layers gave the cache prompts of {lengths} tokens")
+        if lengths == [0]:
+            raise NotImplementedError("it puts nothing into the cache that it is given")
+        if len(lengths) > 1:
+            raise NotImplementedError(f"its attention layers keep prompts of different lengths, {lengths}")
         length = lengths[0] if lengths else 0
         for layer in self.indexed_layers():
             layer.wide_prompt = False
         self.index.begin_decode(batch_size, length, device)
         if self.row_layers():
-            self._reorder_rows(torch.arange(batch_size, device=device).repeat_interleave(self.num_beams))
+            self._widen_row_layers(batch_size, device)
+
+    def _widen_row_layers(self, batch_size: int, device: torch.device) -> None:
+        """Give every beam its row of the layers that keep rows, by their own `reorder_cache`."""
+        before = [(layer, tree_leaves(list(vars(layer).values()))) for layer in self.row_layers()]
+        self._reorder_rows(torch.arange(batch_size, device=device).repeat_interleave(self.num_beams))
+        for layer, tensors in before:
+            rows = {
+                id(given) for given in tensors if isinstance(given, torch.Tensor) and given.shape[:1] == (batch_size,)
+            }
+            if any(id(given) in rows for given in tree_leaves(list(vars(layer).values()))):
+                raise NotImplementedError(f"a {type(layer).__name__} keeps rows that it does not reorder")
 
     def fork(self, parents: torch.Tensor) -> torch.Tensor:
         """Let beams continue their parents, and give each a slot for its next token.

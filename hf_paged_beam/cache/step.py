@@ -87,6 +87,18 @@ class FoldedStep:
         self._made_of_the_pool += 1
         return True
 
+    def window_of(self, layer: PoolLayer | None) -> int | None:
+        """Window of a layer, in tokens; of layers whose keys the model remade, there must be none.
+
+        Raises:
+            CannotFoldError: if it cannot be told which layer keys are made of, and windows matter.
+        """
+        if layer is not None:
+            return layer.sliding_window
+        if any(getattr(handed, "sliding_window", None) for _, handed in self.index.handed.values()):
+            raise CannotFoldError("the model remakes keys of layers with a window")
+        return None
+
     def all_attended(self) -> bool:
         """Whether the attention function received the keys of every layer that handed keys to the model."""
         layers = len({id(layer) for _, layer in self.index.handed.values()})

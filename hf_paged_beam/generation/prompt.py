@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,29 @@ def _adopt(given: Cache, model: GenerativeModel, num_beams: int, batch_size: int
         raise HandOver(str(error)) from error
 
 
+_HANDLED_STATE = {"rope_deltas"}
+"""State that models keep beside the cache and give to every beam themselves: position offsets of multimodal prompts."""
+
+_keeps_state: weakref.WeakKeyDictionary[type, str | None] = weakref.WeakKeyDictionary()
+"""Model classes that have run a prompt: the state per row that their modules keep themselves, if any."""
+
+
+def _tensors_of_modules(model: GenerativeModel) -> dict[tuple[str, str], torch.Tensor]:
+    """Tensors that are plain attributes of modules: no parameters and no buffers."""
+    return {
+        (type(module).__name__, f"{place}.{name}"): given
+        for place, module in model.named_modules()
+        for name, given in vars(module).items()
+        if isinstance(given, torch.Tensor) and name not in _HANDLED_STATE
+    }
+
+
+def _state_kept(before: dict, after: dict, rows: int) -> str | None:
+    """Name of a module that took on a tensor with one row per prompt, if any did."""
+    changed = [key for key, given in after.items() if given is not before.get(key) and given.dim() > 0]
+    return next((kind for kind, place in changed if after[kind, place].shape[0] == rows), None)
+
+
 def run_prompt(
     model: GenerativeModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
@@ -106,8 +130,17 @@ def run_prompt(
 
     Returns:
         The model's outputs, and the inputs brought up to date, still at ``B`` rows.
+
+    Raises:
+        HandOver: if the model keeps a state per row outside the cache, which would not follow its beam.
     """
+    kind = type(model)
+    before = None if kind in _keeps_state else _tensors_of_modules(model)
     outputs = versions.run_prompt(model, input_ids, config, kwargs)
+    if before is not None:
+        _keeps_state[kind] = _state_kept(before, _tensors_of_modules(model), input_ids.shape[0])
+    if _keeps_state[kind] is not None:
+        raise HandOver(f"{_keeps_state[kind]} keeps a state per row outside the cache")
     kwargs = model._update_model_kwargs_for_generation(
         outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
     )
