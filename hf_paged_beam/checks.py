@@ -123,7 +123,7 @@ def _check_ids(name: str, ids: torch.Tensor, model: GenerativeModel, *, decoder:
         real = ids[~torch.isin(ids, placeholders)]
         if real.numel() == 0:
             return
-        low, high = torch.stack(real.aminmax()).tolist()
+        low, high = torch.stack(real.aminmax()).tolist()  # host read: only where an id is out of range
     if low < 0 or high >= rows:
         raise ValueError(
             f"{name} must lie in 0..{rows - 1}, the model's vocabulary, but hold {low if low < 0 else high}. "

@@ -8,7 +8,7 @@ transformers sees), then the folded read: `step` (what is running), `mask` (who 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import folded_attention
-from .borrow import NAME, attention_configs, attention_set_to
+from .borrow import NAME, attention_before, attention_configs, attention_set_to
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
 from .mask import pool_mask
 from .step import CannotFoldError, FoldedStep, running
@@ -24,6 +24,7 @@ __all__ = [
     "PagedBeamCache",
     "PagedBeamEncoderDecoderCache",
     "adopt_prefix",
+    "attention_before",
     "attention_configs",
     "attention_set_to",
     "running",

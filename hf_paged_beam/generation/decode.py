@@ -10,12 +10,12 @@ import torch
 from transformers.utils import logging
 
 from .. import versions
-from ..cache import NAME, CannotFoldError, FoldedStep, attention_configs, attention_set_to, running
+from ..cache import NAME, CannotFoldError, FoldedStep, attention_before, attention_configs, attention_set_to, running
 from ..versions import GenerativeModel
 from .memory import is_out_of_memory
 from .prompt import of_first_prompts, widen_inputs
 
-_foldable: weakref.WeakKeyDictionary[type, dict[str | None, bool]] = weakref.WeakKeyDictionary()
+_foldable: weakref.WeakKeyDictionary[type, dict[str, bool]] = weakref.WeakKeyDictionary()
 """Model classes and attention implementations: whether folding them was tried and gave what gathering gives."""
 
 _FOLDING_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, KeyError)
@@ -88,7 +88,7 @@ class DecodeSteps:
             self._begin(input_ids)
         outputs = self._gather_where_folding_fails(input_ids) if self.path == "folded" else self._forward(input_ids)
         if self._found is not None:  # noted only now that the step has run: an error of the model's own is no verdict
-            _foldable.setdefault(type(self.model), {})[self.model.config._attn_implementation] = self._found
+            _foldable.setdefault(type(self.model), {})[attention_before(self.model.config)] = self._found
             self._found = None
         self._kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
@@ -169,7 +169,7 @@ class DecodeSteps:
 
     def _verdict(self) -> bool | None:
         """Whether this kind of model can be folded; None if that is not known."""
-        return _foldable.get(type(self.model), {}).get(self.model.config._attn_implementation)
+        return _foldable.get(type(self.model), {}).get(attention_before(self.model.config))
 
     def _choose_path(self, beam_attention: str, wants_maps: bool) -> str:
         if beam_attention == "folded":

@@ -142,7 +142,8 @@ def learning_rate(progress: float, peak: float) -> float:
     """Linear warm-up over the first 3%, then a cosine down to nothing; ``progress`` runs from 0 to 1."""
     if progress < 0.03:
         return peak * progress / 0.03
-    return peak * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (progress - 0.03) / 0.97))).item()
+    angle = torch.tensor(torch.pi * (progress - 0.03) / 0.97)
+    return peak * 0.5 * (1 + torch.cos(angle)).item()  # host read: a number on the CPU
 
 
 def loss_of(model, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,8 @@ def loss_of(model, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def validation_loss(model, examples, batch_size: int) -> float:
     model.eval()
-    losses = [loss_of(model, ids, labels).item() for ids, labels in batches(examples, batch_size, random.Random(0))]
+    rounds = batches(examples, batch_size, random.Random(0))
+    losses = [loss_of(model, ids, labels).item() for ids, labels in rounds]  # host read: reporting
     model.train()
     return sum(losses) / len(losses)
 
@@ -178,10 +180,11 @@ def train(model, training, validation, arguments) -> float:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            step, total = step + 1, total + loss.item()
+            step, total = step + 1, total + loss.item()  # host read: reporting
             if step % 100 == 0:
                 elapsed = time.perf_counter() - start
-                print(f"step {step}/{steps}, loss {loss.item():.4f}, {elapsed:.0f} s", flush=True)
+                now = loss.item()  # host read: reporting
+                print(f"step {step}/{steps}, loss {now:.4f}, {elapsed:.0f} s", flush=True)
         held_out = validation_loss(model, validation, arguments.batch_size)
         print(
             f"epoch {epoch + 1}/{arguments.epochs}: training {total / (step / (epoch + 1)):.4f}, "
