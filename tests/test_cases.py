@@ -33,7 +33,7 @@ from transformers.generation.utils import GenerationMixin
 from watching import forward_rows, watching
 
 from hf_paged_beam import generate
-from hf_paged_beam.cache import FoldedStep, folded_attention, running
+from hf_paged_beam.cache import FoldedStep, folded_attention
 from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import PoolLayer
 from hf_paged_beam.side_by_side import compare
@@ -525,7 +525,7 @@ def test_an_index_on_another_device_than_the_layer(batch_size: int) -> None:
     index.begin_decode(batch_size, 5, torch.device("cpu"))
     for _ in range(2):
         index.set_high_water(int(index.fork(torch.arange(batch_size * width) // width * width)))
-        with running(FoldedStep(index)):
+        with FoldedStep(index):
             for layer, device in zip(layers, devices, strict=True):
                 token = torch.zeros(batch_size * width, 2, 1, 8, device=device)
                 keys, values = layer.update(token, token)

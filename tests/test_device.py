@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerationMixin
 from watching import Watch, forward_rows, watching
 
 from hf_paged_beam import PagedBeamCache
-from hf_paged_beam.cache import FoldedStep, folded_attention, running
+from hf_paged_beam.cache import FoldedStep, folded_attention
 from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import PoolLayer
 from hf_paged_beam.generation.advance import advance
@@ -36,7 +36,7 @@ from hf_paged_beam.generation.history import History
 from hf_paged_beam.generation.lengths import LENGTH_NORMALIZATIONS, LengthTables
 from hf_paged_beam.generation.prompt import run_prompt
 from hf_paged_beam.generation.state import SearchState
-from hf_paged_beam.generation.stopping import CandidateStopping, search_over
+from hf_paged_beam.generation.stopping import CandidateStopping, goes_on
 from hf_paged_beam.versions import CACHE_ARGUMENT
 
 META = torch.device("meta")
@@ -69,8 +69,8 @@ def test_a_search_step_reads_no_value(normalization: str, early_stopping: bool |
                 state, candidates, hits, length=length, tables=tables, early_stopping=early_stopping
             )
             history.record(candidates, chosen)
-            over = search_over(state, hits, early_stopping)
-    assert over.device == META and over.shape == ()
+            another = goes_on(state, early_stopping)
+    assert another.device == META and another.shape == ()
     assert state.running_scores.shape == chosen.tokens.shape == (BATCH, WIDTH)
     assert "read" not in watch.events
 
@@ -91,9 +91,9 @@ def meta_index(steps: int) -> BeamIndex:
     index = BeamIndex(WIDTH)
     index.begin_decode(BATCH, PROMPT, META)
     for step in range(steps):
-        high_water = index.fork(no_values(BATCH * WIDTH))
-        assert high_water.shape == () and high_water.device == META
-        index.set_high_water((step + 1) * WIDTH)
+        highest = index.fork(no_values(BATCH * WIDTH))
+        assert highest.shape == () and highest.device == META
+        index.set_high_water((step + 1) * WIDTH - 1)
     return index
 
 
@@ -123,9 +123,9 @@ def test_a_pool_is_written_and_attended_without_a_read(batch_size: int) -> None:
         index.begin_decode(batch_size, PROMPT, META)
         for step in range(3):
             index.fork(no_values(batch_size * WIDTH))
-            index.set_high_water((step + 1) * WIDTH)
+            index.set_high_water((step + 1) * WIDTH - 1)
             token = torch.empty(batch_size * WIDTH, 2, 1, 8, device=META)
-            with running(FoldedStep(index)) as folded:
+            with FoldedStep(index) as folded:
                 keys, values = layer.update(token, token)
                 query = torch.empty(batch_size * WIDTH, 4, 1, 8, device=META)
                 attended, _ = folded_attention(module, query, keys, values, None)
@@ -182,7 +182,7 @@ def test_a_decode_step_of_a_model_reads_no_value(kind: str, path: str) -> None:
     with Watch() as watch:
         for step in range(2):
             cache.fork(no_values(BATCH * WIDTH))
-            cache.grow((step + 1) * WIDTH)
+            cache.grow((step + 1) * WIDTH - 1)
             outputs = decode(no_values(BATCH * WIDTH), no_values(BATCH * WIDTH, ids.shape[1] + step + 1))
     assert outputs.logits.shape == (BATCH * WIDTH, 1, VOCABULARY)
     assert outputs.logits.device == META

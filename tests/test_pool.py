@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from hf_paged_beam import PagedBeamCache
-from hf_paged_beam.cache import CannotFoldError, FoldedStep, running
+from hf_paged_beam.cache import CannotFoldError, FoldedStep
 from hf_paged_beam.cache.attention import fold, folded_attention, unfold
 from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import GROWTH, LEAST_SPARE, CrossLayer, PoolLayer, one_row_per_prompt
@@ -130,7 +130,7 @@ def check_folded(copies: Copies, make_mask=None, *, tolerance=1e-9, expected_mas
         bias: ``[1 or B·W, H, 1, length]``.
     """
     query = copies.query()
-    with running(FoldedStep(copies.index)) as step:
+    with FoldedStep(copies.index) as step:
         key, value = copies.last_update()
         assert key.shape[0] == copies.shape.B  # the pool, not one row per beam
         mask = None if make_mask is None else make_mask()
@@ -244,7 +244,7 @@ def test_cross_attention(shape, seed, kind, per_beam, biased):
     narrow = {None: None, "bool": allowed, "additive": additive}[kind]
     wide = None if narrow is None else narrow.repeat_interleave(shape.W, dim=0)
     bias = copies.random(1, shape.H, 1, shape.length) if biased else None
-    with running(FoldedStep(copies.index)):
+    with FoldedStep(copies.index):
         output, _ = folded_attention(
             MODULE, query, layer.keys, layer.values, wide if per_beam else narrow, position_bias=bias
         )
@@ -259,7 +259,7 @@ def test_keys_that_the_cache_did_not_hand_out_cannot_be_folded():
     """A model that changes its keys after the cache returned them is found out, not answered wrongly."""
     copies = Copies(SMALL, 0)
     query = copies.query()
-    with running(FoldedStep(copies.index)) as step:
+    with FoldedStep(copies.index) as step:
         key, value = copies.last_update()
         with pytest.raises(CannotFoldError, match="did not hand out"):
             folded_attention(MODULE, query, key * 2, value, None)
@@ -275,7 +275,7 @@ def test_masks_and_queries_that_cannot_be_folded(mask_rows, columns, queries, re
     copies = Copies(SMALL, 0)
     query = copies.query().expand(-1, -1, queries, -1)
     mask = torch.ones(mask_rows, 1, 1, columns, dtype=torch.bool)
-    with running(FoldedStep(copies.index)):
+    with FoldedStep(copies.index):
         key, value = copies.last_update()
         with pytest.raises(CannotFoldError, match=reason):
             folded_attention(MODULE, query, key, value, mask)
@@ -284,7 +284,7 @@ def test_masks_and_queries_that_cannot_be_folded(mask_rows, columns, queries, re
 def test_nothing_of_a_step_is_left_after_it():
     """After a folded step, also one that raised, layers answer with rows and the attention is plain SDPA."""
     copies = Copies(SMALL, 0)
-    with pytest.raises(KeyboardInterrupt), running(FoldedStep(copies.index)):
+    with pytest.raises(KeyboardInterrupt), FoldedStep(copies.index):
         copies.last_update()
         raise KeyboardInterrupt
     assert not copies.index.folded and not copies.index.handed

@@ -8,16 +8,15 @@ transformers sees), then the folded read: `step` (what is running), `mask` (who 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import folded_attention
-from .borrow import NAME, attention_before, attention_configs, attention_set_to
+from .borrow import NAME, attention_before, attention_configs
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
 from .mask import pool_mask
-from .step import CannotFoldError, FoldedStep, running
+from .step import CannotFoldError, FoldedStep
 
 AttentionInterface.register(NAME, folded_attention)
 AttentionMaskInterface.register(NAME, pool_mask)
 
 __all__ = [
-    "NAME",
     "CacheUsage",
     "CannotFoldError",
     "FoldedStep",
@@ -26,6 +25,4 @@ __all__ = [
     "adopt_prefix",
     "attention_before",
     "attention_configs",
-    "attention_set_to",
-    "running",
 ]

@@ -7,10 +7,9 @@ it would have got.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -41,27 +40,24 @@ def attention_configs(model: GenerativeModel) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-@contextlib.contextmanager
-def attention_set_to(name: str, configs: list[dict[str, Any]]) -> Iterator[None]:
-    """Set the attention implementation of these configurations, and put back what was there.
-
-    Models in two threads may share a configuration: the last one to leave puts it back.
-    """
+def borrow_attention(configs: Sequence[dict[str, Any]]) -> None:
+    """Set the attention implementation of these configurations to ours, until `return_attention`."""
     with _borrowing:
         for fields in configs:
             _, before, holders = _borrowed.get(id(fields), (fields, fields[_ATTENTION], 0))
             _borrowed[id(fields)] = (fields, before, holders + 1)
-            fields[_ATTENTION] = name
-    try:
-        yield
-    finally:
-        with _borrowing:
-            for fields in configs:
-                _, before, holders = _borrowed.pop(id(fields))
-                if holders > 1:
-                    _borrowed[id(fields)] = (fields, before, holders - 1)
-                else:
-                    fields[_ATTENTION] = before
+            fields[_ATTENTION] = NAME
+
+
+def return_attention(configs: Sequence[dict[str, Any]]) -> None:
+    """Undo one `borrow_attention`. Models in two threads may share a configuration: the last one puts it back."""
+    with _borrowing:
+        for fields in configs:
+            _, before, holders = _borrowed.pop(id(fields))
+            if holders > 1:
+                _borrowed[id(fields)] = (fields, before, holders - 1)
+            else:
+                fields[_ATTENTION] = before
 
 
 def attention_before(config: Any) -> str:

@@ -116,14 +116,14 @@ class BeamVerbs:
             parents: ``[B·W]`` int64, row that each beam continues, counted over the whole batch.
 
         Returns:
-            0-dim int64: slots in use; the host must hand it to `grow` before the next forward pass.
+            0-dim int64: the highest slot given; the host must hand it to `grow` before the next forward pass.
         """
         self._reorder_rows(parents)
         return self.index.fork(parents)
 
-    def grow(self, tree_slots: int) -> None:
-        """Make room for `tree_slots` slots beside the prompt (the pools grow when they are next written)."""
-        self.index.set_high_water(tree_slots)
+    def grow(self, highest_slot: int) -> None:
+        """Make room for slots beside the prompt, up to `highest_slot` (the pools grow when they are next written)."""
+        self.index.set_high_water(highest_slot)
 
     def rewind(self, row_layers: list[Any] | None = None) -> None:
         """Forget what the current step wrote, so that it can be run again.
@@ -150,7 +150,7 @@ class BeamVerbs:
         index.begin_decode(batch_size, length, device)
         rows = torch.arange(batch_size, device=device).repeat_interleave(num_beams)
         index.fork(rows * num_beams)
-        index.set_high_water(num_beams)
+        index.set_high_water(num_beams - 1)
         taken = (torch.arange(batch_size, device=device).unsqueeze(1) * self.num_beams).add(
             torch.arange(num_beams, device=device)
         )

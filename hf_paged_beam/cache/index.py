@@ -67,17 +67,17 @@ class BeamIndex:
             parents: ``[B·W]`` int64, row (counted over the batch) that each beam continues.
 
         Returns:
-            ``0-dim`` int64: the new high-water mark, to be given to `set_high_water` once it was read by the host.
+            0-dim int64: the highest tree slot that was given, for `set_high_water` once the host has read it.
         """
         inherited = self.paths.index_select(0, parents)  # [B·W, t]
         slots = self._lowest_free(inherited)  # [B, W]
         self.paths = torch.cat([inherited, slots.reshape(-1, 1)], dim=1)
         self._write_slots = slots + self.prompt_length
-        return slots.amax() + 1
+        return slots.amax()
 
-    def set_high_water(self, tree_slots: int) -> None:
-        """Tell how many tree slots the last `fork` reached. Slots once used stay counted."""
-        self.tree_slots = max(self.tree_slots, tree_slots)
+    def set_high_water(self, highest_slot: int) -> None:
+        """Tell the highest tree slot that the last `fork` gave. Slots once used stay counted."""
+        self.tree_slots = max(self.tree_slots, highest_slot + 1)
         self.slots_in_use = self.prompt_length + self.tree_slots
 
     def drop_pending(self) -> None:
@@ -86,14 +86,13 @@ class BeamIndex:
 
     def _lowest_free(self, paths: torch.Tensor) -> torch.Tensor:
         """The `W` lowest slots of each prompt that no path names: ``[B, W]`` int64."""
-        live = self._mark(paths, self.tree_slots + self.num_beams)
-        free_so_far = live.logical_not_().cumsum(-1)  # [B, S] number of free slots up to and including each
+        free_so_far = self._free(paths, self.tree_slots + self.num_beams).cumsum(-1)  # [B, S] free up to each slot
         return torch.searchsorted(free_so_far, self._wanted)  # where the 1st, 2nd, ... W-th free slot is met
 
-    def _mark(self, paths: torch.Tensor, slots: int) -> torch.Tensor:
-        """``[B, slots]`` bool: which tree slots the given paths name."""
-        marks = torch.zeros(self.batch_size, slots, dtype=torch.bool, device=paths.device)
-        return marks.scatter_(1, paths.view(self.batch_size, -1), True)
+    def _free(self, paths: torch.Tensor, slots: int) -> torch.Tensor:
+        """``[B, slots]`` bool: which tree slots none of the given paths names."""
+        marks = torch.ones(self.batch_size, slots, dtype=torch.bool, device=paths.device)
+        return marks.scatter_(1, paths.view(self.batch_size, -1), False)
 
     @property
     def newest_position(self) -> int:
@@ -102,7 +101,7 @@ class BeamIndex:
 
     def live(self) -> torch.Tensor:
         """``[B, tree_slots]`` bool: which tree slots some beam names."""
-        return self._mark(self.paths, self.tree_slots)
+        return ~self._free(self.paths, self.tree_slots)
 
     def visible(self) -> torch.Tensor:
         """``[B, W, P + tree_slots]`` bool: which slots each beam sees: the prompt's and those on its path."""

@@ -6,12 +6,13 @@ forward pass and cleared after it, also when it raises. Two threads can run two 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
+from .borrow import borrow_attention, return_attention
 from .index import BeamIndex
 from .layers import CrossLayer, PoolLayer
 
@@ -28,19 +29,33 @@ def current_step() -> FoldedStep | None:
 
 
 class FoldedStep:
-    """One forward pass of all beams over the pool: what its layers share, computed once.
+    """One forward pass of all beams over the pool, in a ``with``: what its layers share, computed once.
 
     Args:
         index: the index table.
+        configs: see `attention_configs`; their attention is ours while the pass runs.
     """
 
-    def __init__(self, index: BeamIndex):
+    def __init__(self, index: BeamIndex, configs: Sequence[dict[str, Any]] = ()):
         self.index = index
+        self._configs = configs
         self.num_beams = index.num_beams
         self.batch_size = index.batch_size
         self._attended: set[int] = set()
         self._made_of_the_pool = 0
         self._memo: dict[tuple, tuple[tuple, torch.Tensor]] = {}
+
+    def __enter__(self) -> FoldedStep:
+        self.index.folded = True
+        self._outer = _current.set(self)
+        borrow_attention(self._configs)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return_attention(self._configs)
+        _current.reset(self._outer)
+        self.index.folded = False
+        self.index.handed.clear()
 
     def visible(self) -> torch.Tensor:
         """``[B, W, S]`` bool: the slots that each beam's path names."""
@@ -109,16 +124,3 @@ class FoldedStep:
         if key not in self._memo:
             self._memo[key] = (sources, make())
         return self._memo[key][1]
-
-
-@contextlib.contextmanager
-def running(step: FoldedStep) -> Iterator[FoldedStep]:
-    """Make `step` the current one while the model runs."""
-    step.index.folded = True
-    token = _current.set(step)
-    try:
-        yield step
-    finally:
-        _current.reset(token)
-        step.index.folded = False
-        step.index.handed.clear()

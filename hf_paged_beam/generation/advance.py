@@ -39,10 +39,9 @@ def advance(
     width = state.finished_scores.shape[1]
     # Where too few run on, the ended ones stand in, as in transformers, and for what no rule allows the best does: all
     # at -inf, so that nothing comes of them, but a rule that is asked about them is asked about what it allowed.
-    ranks = torch.where(hits, candidates.scores - _ENDED, candidates.scores).topk(width, dim=1).indices
-    scores = candidates.scores.gather(1, ranks)
+    scores, ranks = candidates.scores.add(hits, alpha=-_ENDED).topk(width, dim=1)
     running_scores = scores.masked_fill(hits.gather(1, ranks), -torch.inf)
-    ranks = torch.where(scores == -torch.inf, ranks[:, :1], ranks)
+    ranks = ranks.masked_fill(scores == -torch.inf, 0)
     after = SearchState(
         running_scores=running_scores,
         finished_scores=finished_scores,

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging
 
 from .. import versions
-from ..cache import NAME, CannotFoldError, FoldedStep, attention_before, attention_configs, attention_set_to, running
+from ..cache import CannotFoldError, FoldedStep, attention_before, attention_configs
 from ..versions import GenerativeModel
 from .memory import is_out_of_memory
 from .prompt import of_first_prompts, widen_inputs
@@ -61,6 +61,7 @@ class DecodeSteps:
         self._must_fold = beam_attention == "folded"
         self._may_try = may_try
         self._begun = False
+        self._tried = False  # whether an error of a folded step is known not to be folding's
         self._found: bool | None = None  # whether this kind of model can be folded, if this call is the first to know
         self._kwargs = kwargs  # at one row per beam from the first step on
         self._last_token_only = versions.uses_stock_input_preparation(model)
@@ -100,8 +101,10 @@ class DecodeSteps:
         self._begun = True
         if self.path == "folded":
             self._configs = attention_configs(self.model)
-            if not self._must_fold and self._may_try and self._verdict() is None:
+            self._tried = self._must_fold or self._verdict() is not None
+            if not self._tried and self._may_try:
                 self._try_both_paths(input_ids)
+                self._tried = self._found is not None
         self._kwargs = self._widen(self._kwargs)
 
     def _try_both_paths(self, input_ids: torch.Tensor) -> None:
@@ -144,7 +147,7 @@ class DecodeSteps:
         inputs = self.model.prepare_inputs_for_generation(input_ids, **versions.NEWEST_TOKEN, **self._kwargs)
         if self.path == "gathered":
             return self.model(**inputs, return_dict=True)
-        with running(FoldedStep(self.cache.index)) as step, attention_set_to(NAME, self._configs):
+        with FoldedStep(self.cache.index, self._configs) as step:
             outputs = self.model(**inputs, return_dict=True)
             if not step.all_attended():
                 raise CannotFoldError("the model's attention does not receive the cache's keys through the interface")
@@ -152,15 +155,18 @@ class DecodeSteps:
 
     def _gather_where_folding_fails(self, input_ids: torch.Tensor) -> Any:
         """A folded step. If it cannot be folded, for what only this call shows, it is run again, gathered."""
-        tried = self._must_fold or self._found is not None or self._verdict() is not None
-        states = copy.deepcopy(self.cache.row_layers()) if self.cache.has_recurrent_layers and not tried else None
+        states = None
+        if not self._tried and self.cache.has_recurrent_layers:
+            states = copy.deepcopy(self.cache.row_layers())
         try:
-            return self._forward(input_ids)
+            outputs = self._forward(input_ids)
+            self._tried = True
+            return outputs
         except CannotFoldError:
-            if self._must_fold or (tried and self.cache.has_recurrent_layers):
+            if self._must_fold or (self._tried and self.cache.has_recurrent_layers):
                 raise
         except _FOLDING_ERRORS as error:
-            if tried or is_out_of_memory(error):
+            if self._tried or is_out_of_memory(error):
                 raise
         self.path = "gathered"
         self._kwargs = self._widen_encoder(self._kwargs)

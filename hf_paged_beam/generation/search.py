@@ -32,10 +32,11 @@ from .prompt import HandOver, prepare_cache, run_prompt
 from .scores import ProcessedScores
 from .settings import SearchSettings
 from .state import Candidates, Chosen, SearchState
-from .stopping import CandidateStopping, search_over
+from .stopping import CandidateStopping, goes_on
 
-_OVER, _NOT_A_NUMBER, _SLOTS = 1, 2, 4
-"""How a step's report to the host is packed into one number: two flags, then the slots in use, times four."""
+_NOT_A_NUMBER = torch.iinfo(torch.int64).min
+"""What a step reports to the host where scores are NaN. Else it reports the highest slot of the next step, or, if the
+search is over, its complement, a negative number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ class BeamSearch:
             )  # fmt: skip
             rows = self._extend_rows(rows, chosen)
             self.history.record(candidates, chosen)
-            if self._fork_and_read(state, candidates, hits, chosen):
+            if self._fork_and_read(state, candidates, chosen):
                 break
             self._other_ranks_search(over=False)
             outputs = decode(chosen.tokens.flatten(), rows)
@@ -178,20 +179,20 @@ class BeamSearch:
     def _extend_rows(self, rows: torch.Tensor | None, chosen: Chosen) -> torch.Tensor | None:
         return None if rows is None else _continue_rows(rows, chosen.parents, chosen.tokens)
 
-    def _fork_and_read(self, state: SearchState, candidates: Candidates, hits: torch.Tensor, chosen: Chosen) -> bool:
+    def _fork_and_read(self, state: SearchState, candidates: Candidates, chosen: Chosen) -> bool:
         """Fork the beams in the cache, and let the host read whether the search is over."""
-        slots = self.cache.fork((chosen.parents + self.first_rows).flatten())
-        over = search_over(state, hits, self.settings.early_stopping)
-        not_a_number = candidates.scores.select(1, 0).isnan().any()  # the best first, and NaN before all numbers
-        report = slots * _SLOTS + not_a_number * _NOT_A_NUMBER + over
-        told = int(report)  # host read: the stop test, once per step
-        if told & _NOT_A_NUMBER:
+        highest_slot = self.cache.fork((chosen.parents + self.first_rows).flatten())
+        report = highest_slot.where(goes_on(state, self.settings.early_stopping), ~highest_slot)
+        best = candidates.scores.select(1, 0).amax()  # NaN if one is: it comes before all numbers
+        told = int(report.where(best >= -torch.inf, _NOT_A_NUMBER))  # host read: the stop test, once per step
+        if told == _NOT_A_NUMBER:
             raise RuntimeError(
                 f"the scores at step {self.length} are NaN: the model's logits are NaN or infinite, or a logits "
                 f"processor made them so. Check the model's weights and dtype, or pass remove_invalid_values=True."
             )
-        self.cache.grow(told // _SLOTS)
-        return bool(told & _OVER)
+        over = told < 0
+        self.cache.grow(~told if over else told)
+        return over
 
     def _other_ranks_search(self, *, over: bool) -> bool:
         """With `synced_gpus`: tell the other ranks before each step whether this one is done; whether any is not.

@@ -83,15 +83,13 @@ def still_open(
     return was_open & (best > finished_scores.select(1, -1))
 
 
-def search_over(state: SearchState, hits: torch.Tensor, early_stopping: bool | str) -> torch.Tensor:
-    """Whether no prompt can gain from another step: 0-dim bool.
+def goes_on(state: SearchState, early_stopping: bool | str) -> torch.Tensor:
+    """Whether some prompt can gain from another step: 0-dim bool.
+
+    Where all candidates ended, none runs on, and `still_open` has closed the prompt.
 
     Args:
         state: after this step.
-        hits: ``[B, K]`` bool, candidates that ended.
         early_stopping: with True, a prompt is done when `W` sequences have finished.
     """
-    done = ~state.open
-    if early_stopping is True:
-        done = done | state.full
-    return done.all() | hits.all()
+    return (state.open & ~state.full if early_stopping is True else state.open).any()
