@@ -47,6 +47,10 @@ CACHE_ARGUMENT = (
 OTHER_DECODING_METHODS = {name for name in GENERATION_MODES_MAPPING.values() if "/" not in name} - {"_beam_search"}
 """Names of transformers' decoding methods (greedy, sampling, assisted) that are not beam search."""
 
+_PREFILL_COUNTS_ITERATIONS = hasattr(GenerationMixin, "_prefill") and (
+    "is_first_iteration" in inspect.signature(GenerationMixin._prefill).parameters
+)
+
 _PREPARATION = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 NEWEST_TOKEN = {"next_sequence_length": 1} if "next_sequence_length" in _PREPARATION else {}
@@ -65,8 +69,21 @@ SAMPLES_ARE_SORTED = ".sort(" in inspect.getsource(GenerationMixin._get_top_k_co
 RECURRENT_STATE_METHOD = "update_recurrent_state"  # present on every layer that keeps a state per row
 
 
+class _SearchReport:
+    """What the outputs of this package tell beside their items. No items themselves: code in transformers that splits
+    outputs by row takes every item for something with a row per sequence."""
+
+    beam_path: str | None = None
+
+    @property
+    def kv_usage(self) -> Any:
+        """`PagedBeamCache.usage` of the returned cache, or None if it was taken away."""
+        cache = getattr(self, CACHE_ARGUMENT, None)
+        return None if cache is None else cache.usage()
+
+
 @dataclasses.dataclass
-class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
+class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput, _SearchReport):
     """transformers' beam output for decoder-only models, with what this package adds.
 
     Args:
@@ -74,25 +91,18 @@ class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
             Its row sums over the length form are `sequences_scores`.
 
     Attributes:
-        kv_usage: what `PagedBeamCache.usage` returned when the search ended.
+        kv_usage: what the search's cache holds (`CacheUsage`), counted when it is asked for.
         beam_path: ``"folded"``, ``"gathered"``, ``"recurrent"`` or ``"handed over"``.
-
-    The two attributes are no items of the output: code in transformers that splits outputs by row takes every item
-    for something with a row per sequence.
     """
 
     token_logprobs: torch.Tensor | None = None
-    kv_usage = None
-    beam_path = None
 
 
 @dataclasses.dataclass
-class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput):
+class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput, _SearchReport):
     """transformers' beam output for encoder-decoder models, with the fields of `BeamDecoderOnlyOutput`."""
 
     token_logprobs: torch.Tensor | None = None
-    kv_usage = None
-    beam_path = None
 
 
 def stock_layers(config: PreTrainedConfig) -> list[Any]:
@@ -183,7 +193,7 @@ def run_prompt(model: GenerativeModel, input_ids: torch.Tensor, config: Any, kwa
     if not hasattr(model, "_prefill"):  # before 5.0
         kwargs.update(model._get_initial_cache_position(input_ids.shape[1], input_ids.device, kwargs))
         return model(**model.prepare_inputs_for_generation(input_ids, **kwargs), return_dict=True)
-    if "is_first_iteration" in inspect.signature(model._prefill).parameters:
+    if _PREFILL_COUNTS_ITERATIONS:
         return model._prefill(input_ids, config, kwargs, is_first_iteration=not config.is_assistant)
     return model._prefill(input_ids, config, kwargs)
 

@@ -180,7 +180,7 @@ class Step:
 
     before: SearchState
     candidates: Candidates
-    hits: torch.Tensor
+    hits: torch.Tensor | None
     length: int
     tables: LengthTables
     after: SearchState
@@ -193,7 +193,7 @@ def recorded_steps() -> Iterator[list[Step]]:
     steps: list[Step] = []
     advance = search.advance
 
-    def recording(state: SearchState, candidates: Candidates, hits: torch.Tensor, **settings: Any):
+    def recording(state: SearchState, candidates: Candidates, hits: torch.Tensor | None, **settings: Any):
         after, chosen = advance(state, candidates, hits, **settings)
         given = {"before": state, "candidates": candidates, "hits": hits}
         given.update(length=settings["length"], tables=settings["tables"])

@@ -208,6 +208,7 @@ def watched_search(model: Any, inputs: dict, **settings: Any) -> tuple[Watch, An
     call = {"num_beams": WIDTH, "max_new_tokens": STEPS, "return_dict_in_generate": True, "output_scores": True,
             "do_sample": False, "custom_generate": "hf_paged_beam"}  # fmt: skip
     model.config.pad_token_id = None  # GPT-2 would look for padding in the ids of every forward pass
+    GenerationMixin.generate(model, **inputs, **{**call, "max_new_tokens": 2})  # the first call tries both read paths
     with watching(model) as watch:
         output = GenerationMixin.generate(model, **inputs, **{**call, **settings})
     return watch, output
@@ -216,18 +217,18 @@ def watched_search(model: Any, inputs: dict, **settings: Any) -> tuple[Watch, An
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_the_host_reads_one_value_per_step(kind: str, setting: str) -> None:
-    """The stop test, once per step; after the search the longest length, and for an object what the cache holds.
+    """The stop test, once per step; after the search the longest length. What the cache holds is counted when asked.
 
     Reads before the loop, and within the prompt's forward pass, are transformers' own preparation.
     """
     batch_size = 1 if setting == "one prompt" else BATCH
-    watch, output = watched_search(tiny_model(kind), prompts(kind, batch_size, PROMPT), **SETTINGS[setting])
+    watch, _ = watched_search(tiny_model(kind), prompts(kind, batch_size, PROMPT), **SETTINGS[setting])
     within, after = watch.reads_between_forwards()
     assert len(within) == len(after) >= 3
     if setting != "gathered":  # there, masks are transformers' own
         assert within[1:] == [0] * (len(within) - 1)
     assert after[:-1] == [1] * (len(after) - 1)
-    assert after[-1] == (2 if isinstance(output, torch.Tensor) else 3)
+    assert after[-1] == 2
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

@@ -113,7 +113,7 @@ def _pool_mask(
 
     def make() -> torch.Tensor:
         if mask is None:
-            additive = step.visible_additive(key.dtype).to(key.device).unsqueeze(1)
+            additive = step.visible_additive(key.dtype).to(key.device)
         elif step.speaks_of_slots(mask):
             additive = mask.to(key) if mask.is_floating_point() else _additive(mask, key)
         else:
@@ -185,7 +185,7 @@ def _fold_mask(additive: torch.Tensor, groups: int) -> torch.Tensor:
     """``[B, 1 or H, W, S]`` to ``[B, 1 or Hkv, G·W, S]``, in the order of `fold`."""
     batch, heads, beams, slots = additive.shape
     if heads == 1:
-        return additive.unsqueeze(2).expand(-1, -1, groups, -1, -1).reshape(batch, 1, groups * beams, slots)
+        return additive if groups == 1 else torch.cat([additive] * groups, dim=2)
     return additive.reshape(batch, heads // groups, groups * beams, slots)
 
 

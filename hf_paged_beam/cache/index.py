@@ -112,12 +112,12 @@ class BeamIndex:
         return seen.view(self.batch_size, self.num_beams, -1)
 
     def visible_additive(self, dtype: torch.dtype) -> torch.Tensor:
-        """The same as a mask to be added to scores: ``[B, W, P + tree_slots]`` of `dtype`, 0 or -inf."""
-        shape = (self.paths.shape[0], self.slots_in_use)
-        hidden = torch.full(shape, -torch.inf, dtype=dtype, device=self.paths.device)
-        hidden.narrow(1, 0, self.prompt_length).zero_()
-        hidden.scatter_(1, self.paths + self.prompt_length, 0.0)
-        return hidden.view(self.batch_size, self.num_beams, -1)
+        """The same as a mask to be added to scores: ``[B, 1, W, P + tree_slots]`` of `dtype`, 0 or -inf."""
+        rows = self.paths.shape[0]
+        prompt = torch.zeros(rows, self.prompt_length, dtype=dtype, device=self.paths.device)
+        tree = torch.full((rows, self.tree_slots), -torch.inf, dtype=dtype, device=self.paths.device)
+        seen = torch.cat([prompt, tree.scatter_(1, self.paths, 0.0)], dim=1)
+        return seen.view(self.batch_size, 1, self.num_beams, -1)
 
     def positions(self) -> torch.Tensor:
         """``[B, P + tree_slots]`` int64: the cache position of the token that each slot holds (0 where it is free)."""

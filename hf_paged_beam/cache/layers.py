@@ -241,7 +241,7 @@ class PoolLayer(_IndexedLayer):
             slots = slots.to(pool.device)
         batch, width = slots.shape
         if batch == 1:
-            pool.index_copy_(2, slots.view(-1), states.transpose(0, 2))
+            pool.index_copy_(2, slots.squeeze(0), states.transpose(0, 2))
             return pool
         prompt = torch.arange(batch, device=pool.device).unsqueeze(1)
         pool[prompt, :, slots] = states.view(batch, width, states.shape[1], states.shape[3])

@@ -40,7 +40,7 @@ def pool_mask(
             return None  # as transformers does for an attention without a mask function
         return make(mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
     if mask_function is causal_mask_function and attention_mask is None:
-        return step.visible_additive(kwargs.get("dtype", torch.float32)).unsqueeze(1)
+        return step.visible_additive(kwargs.get("dtype", torch.float32))
     visible = step.visible()  # [B, W, S]
     if mask_function is not causal_mask_function:
         allowed = _at_slots(mask_function, step.index.newest_position, step.positions(), step.num_beams, use_vmap)

@@ -62,7 +62,7 @@ class FoldedStep:
         return self.memo(("visible",), (), self.index.visible)
 
     def visible_additive(self, dtype: torch.dtype) -> torch.Tensor:
-        """``[B, W, S]`` of `dtype`: 0 where a beam sees a slot, -inf elsewhere."""
+        """``[B, 1, W, S]`` of `dtype`: 0 where a beam sees a slot, -inf elsewhere."""
         return self.memo(("additive", dtype), (), lambda: self.index.visible_additive(dtype))
 
     def positions(self) -> torch.Tensor:

@@ -15,7 +15,7 @@ _ENDED = 1e9
 def advance(
     state: SearchState,
     candidates: Candidates,
-    hits: torch.Tensor,
+    hits: torch.Tensor | None,
     *,
     length: int,
     tables: LengthTables,
@@ -27,7 +27,8 @@ def advance(
         state: before the step.
         candidates: `K` per prompt, best first. Only the first `W` may finish; the others are there so that
             `W` can run on.
-        hits: ``[B, K]`` bool, candidates that end here.
+        hits: ``[B, K]`` bool, candidates that end here; None if none can, which the host knows in a search without an
+            end token.
         length: tokens generated so far, this step's included.
         tables: length forms.
         early_stopping: with True, a prompt that has `W` finished sequences takes no more.
@@ -35,13 +36,10 @@ def advance(
     Returns:
         The state after the step, and the beams that run on.
     """
-    finished_scores, finished_origin = _finish(state, candidates, hits, length, tables, early_stopping)
-    width = state.finished_scores.shape[1]
-    # Where too few run on, the ended ones stand in, as in transformers, and for what no rule allows the best does: all
-    # at -inf, so that nothing comes of them, but a rule that is asked about them is asked about what it allowed.
-    scores, ranks = candidates.scores.add(hits, alpha=-_ENDED).topk(width, dim=1)
-    running_scores = scores.masked_fill(hits.gather(1, ranks), -torch.inf)
-    ranks = ranks.masked_fill(scores == -torch.inf, 0)
+    finished_scores, finished_origin = state.finished_scores, state.finished_origin
+    if hits is not None:
+        finished_scores, finished_origin = _finish(state, candidates, hits, length, tables, early_stopping)
+    running_scores, ranks = _run_on(candidates.scores, hits, width=finished_scores.shape[1])
     after = SearchState(
         running_scores=running_scores,
         finished_scores=finished_scores,
@@ -54,6 +52,20 @@ def advance(
         parents=candidates.parents.gather(1, ranks),
     )
     return after, chosen
+
+
+def _run_on(scores: torch.Tensor, hits: torch.Tensor | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best that did not end: their scores and ranks, ``[B, W]``.
+
+    Where too few run on, the ended ones stand in, as in transformers, and for what no rule allows the best does: all at
+    -inf, so that nothing comes of them, but a rule that is asked about them is asked about what it allowed.
+    """
+    if hits is None:
+        ranked, ranks = scores.topk(width, dim=1)
+        return ranked, ranks.masked_fill(ranked == -torch.inf, 0)
+    ranked, ranks = scores.add(hits, alpha=-_ENDED).topk(width, dim=1)
+    running_scores = ranked.masked_fill(hits.gather(1, ranks), -torch.inf)
+    return running_scores, ranks.masked_fill(ranked == -torch.inf, 0)
 
 
 def _finish(

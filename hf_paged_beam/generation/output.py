@@ -108,5 +108,5 @@ def build_output(
         )
     else:
         output = versions.BeamDecoderOnlyOutput(attentions=kept.attentions, hidden_states=kept.hidden_states, **common)
-    output.kv_usage, output.beam_path = cache.usage(), beam_path
+    output.beam_path = beam_path
     return output

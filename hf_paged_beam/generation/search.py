@@ -170,7 +170,7 @@ class BeamSearch:
         choose = sampled_candidates if settings.do_sample else best_processed
         return choose(log_probs, state.running_scores, count)
 
-    def _hits(self, candidates: Candidates, rows: torch.Tensor | None) -> torch.Tensor:
+    def _hits(self, candidates: Candidates, rows: torch.Tensor | None) -> torch.Tensor | None:
         candidate_rows = None
         if self.stopping.needs_rows and rows is not None:
             candidate_rows = _continue_rows(rows, candidates.parents, candidates.tokens)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchState:
+class SearchState(NamedTuple):
     """What one step hands to the next. `W` beams; `R` rows that the model ran per prompt: 1 after the prompt, then W.
 
     Attributes:
@@ -40,8 +39,7 @@ class SearchState:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidates:
+class Candidates(NamedTuple):
     """The `K` best continuations of each prompt, best first.
 
     Attributes:
@@ -57,8 +55,7 @@ class Candidates:
     token_scores: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The candidates that run on.
 
     Attributes:

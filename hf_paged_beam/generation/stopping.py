@@ -30,7 +30,7 @@ class CandidateStopping:
 
     def hits(
         self, candidates: Candidates, length: int, rows: torch.Tensor | None, scores: tuple | None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Which candidates end here.
 
         Args:
@@ -40,18 +40,19 @@ class CandidateStopping:
             scores: processed scores of the steps so far, or None, as transformers hands them over.
 
         Returns:
-            ``[B, K]`` bool.
+            ``[B, K]`` bool, or None if no criterion is about to end any.
         """
         tokens = candidates.tokens
         if self.needs_rows:
             return self.criteria(rows, scores).view_as(tokens)
-        ended = torch.zeros_like(tokens, dtype=torch.bool)
+        ended = None
         for criterion in self.criteria:
             if isinstance(criterion, EosTokenCriteria):
                 ends = criterion.eos_token_id.to(tokens.device)
-                ended = ended | (tokens.unsqueeze(-1) == ends).any(-1)
+                hits = (tokens.unsqueeze(-1) == ends).any(-1)
+                ended = hits if ended is None else ended | hits
             elif _all_end(criterion, length):
-                ended = torch.ones_like(ended)
+                ended = torch.ones_like(tokens, dtype=torch.bool)
         return ended
 
 
