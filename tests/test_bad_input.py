@@ -321,6 +321,8 @@ def test_a_long_prompt_where_positions_are_computed(kind: str, caplog: pytest.Lo
     """Rotary phases and relative distances have no table: transformers' result, with its warning where it warns."""
     model = tiny_model(kind)
     logging.enable_propagation()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_warning()  # another test may have set it
     warnings = []
     for custom_generate in (None, NAME):
         caplog.clear()
@@ -329,6 +331,7 @@ def test_a_long_prompt_where_positions_are_computed(kind: str, caplog: pytest.Lo
         warnings.append([record.message for record in caplog.records if "maximum length" in record.message])
         if custom_generate is None:
             stock = output
+    logging.set_verbosity(verbosity)
     logging.disable_propagation()
     check_equal(stock, output)
     assert warnings[1] == warnings[0]

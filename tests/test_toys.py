@@ -59,7 +59,7 @@ def test_two_step_tree_scores_of_all_candidates():
     table = written_table(TREE, TREE_LETTERS)
     logits = torch.tensor([table((0, 0)), table((0, 1))]) + torch.tensor([[3.0], [-1.0]])  # rows after A and after B
     running = torch.tensor([[math.log(0.5), math.log(0.4)]])
-    candidates = best_candidates(logits, running, count=6)
+    candidates = best_candidates(logits.log_softmax(-1), running, count=6)
     #                                            B x: -0.916 - 0.105 = -1.022, the best although A led before
     assert continuations(candidates, ["A", "B"], TREE_LETTERS) == ["Bx", "Ax", "Ay", "Az", "By", "Bz"]
     assert printed(candidates.scores[0]) == ["-1.022", "-1.609", "-1.743", "-2.079", "-3.730", "-4.135"]

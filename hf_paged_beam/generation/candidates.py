@@ -1,4 +1,4 @@
-"""From logits to the `K` best continuations of each prompt.
+"""From log-probabilities to the `K` best continuations of each prompt.
 
 A continuation's score is its beam's score plus its token's, so the best `K` of a prompt are among the best `K` of
 each of its beams: a `topk` per row, then one over ``R · k``. That equals a `topk` over ``R · V`` (ties aside) and is
@@ -14,24 +14,23 @@ from .. import versions
 from .state import Candidates
 
 _SMALL = 2**16
-"""Logits up to this many are normalised whole and searched in one `topk`: few short calls on one thread, where what is
-right for more (a normaliser and a `topk` for each row) would mostly wait for threads to wake. With tiny models that
-was worth 3% of a whole search on a CPU; from about 10 rows of 32,000 on, a `topk` for each row is twice as quick."""
+"""Up to this many log-probabilities are searched in one `topk`: few short calls on one thread, where what is right for
+more (a `topk` for each row) would mostly wait for threads to wake. With tiny models that was worth 3% of a whole
+search on a CPU; from about 10 rows of 32,000 on, a `topk` for each row is twice as quick."""
 
 
-def best_candidates(logits: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
-    """The best continuations by plain log-probability, without a large `[rows, V]` tensor being made.
+def best_candidates(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
+    """The best continuations.
 
     Args:
-        logits: ``[B·R, V]``, any float dtype.
+        log_probs: ``[B·R, V]`` float32, processed.
         running_scores: ``[B, R]`` float32.
         count: `K`.
     """
-    logits = logits.float()
-    if logits.numel() <= _SMALL:
-        return _flat(torch.log_softmax(logits, dim=-1), running_scores, count)
-    best, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)  # [B·R, k]
-    return _merge(tokens, best - logits.logsumexp(dim=-1, keepdim=True), running_scores, count)
+    if log_probs.numel() <= _SMALL:
+        return _flat(log_probs, running_scores, count)
+    token_scores, tokens = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)  # [B·R, k]
+    return _merge(tokens, token_scores, running_scores, count)
 
 
 def _flat(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
@@ -44,15 +43,9 @@ def _flat(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> 
         scores=best,
         tokens=places % vocabulary,
         parents=places // vocabulary,
-        token_scores=log_probs.view(running_scores.shape[0], -1).gather(1, places),
+        token_scores=log_probs.reshape(running_scores.shape[0], -1).gather(1, places),
     )
     return found if kept == count else _pad(found, count - kept)
-
-
-def best_processed(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
-    """The best continuations by processed log-probability, ``[B·R, V]`` float32."""
-    token_scores, tokens = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
-    return _merge(tokens, token_scores, running_scores, count)
 
 
 def sampled_candidates(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
@@ -113,7 +106,7 @@ def _merge(
 
 def _per_prompt(token_scores: torch.Tensor, running_scores: torch.Tensor) -> torch.Tensor:
     batch, rows = running_scores.shape
-    return (token_scores.view(batch, rows, -1) + running_scores.unsqueeze(-1)).view(batch, -1)
+    return (token_scores.reshape(batch, rows, -1) + running_scores.unsqueeze(-1)).view(batch, -1)
 
 
 def _pad(found: Candidates, missing: int) -> Candidates:

@@ -1,4 +1,4 @@
-"""From a step's logits to processed log-probabilities, where a processor or an output needs them."""
+"""From a step's logits to processed log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Beam search over a paged cache: the loop.
 
 1. prompt     once, at one row per prompt                                        prompt.py
-2. scores     logits, or processed log-probabilities where somebody needs them   scores.py
+2. scores     log-probabilities, processed                                       scores.py
 3. candidates the K best continuations of each prompt                            candidates.py
 4. hits       which of them end here                                             stopping.py
 5. advance    the ended finish, the best others run on                           advance.py
@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from .. import versions
 from ..versions import GenerativeModel
 from .advance import advance
-from .candidates import best_candidates, best_processed, sampled_candidates
+from .candidates import best_candidates, sampled_candidates
 from .decode import DecodeSteps
 from .history import History
 from .lengths import LengthTables
@@ -160,14 +160,12 @@ class BeamSearch:
         logits = outputs.logits[:, -1, :].to(self.device)  # [B·R, V]
         self.kept.keep_logits(logits, self.first)
         settings, count = self.settings, self.settings.num_candidates
-        if not (settings.do_sample or settings.output_scores or self.process.needs_rows):
-            return best_candidates(logits, state.running_scores, count)
         log_probs = self.process(logits, rows, self.first)
         wide = log_probs.shape[0] > logits.shape[0]
         self.kept.keep_scores(log_probs, self.first and not wide)
         if wide:
             log_probs = log_probs[:: settings.num_beams]  # only the first beam of a prompt runs at the first step
-        choose = sampled_candidates if settings.do_sample else best_processed
+        choose = sampled_candidates if settings.do_sample else best_candidates
         return choose(log_probs, state.running_scores, count)
 
     def _hits(self, candidates: Candidates, rows: torch.Tensor | None) -> torch.Tensor | None:
