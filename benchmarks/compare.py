@@ -4,8 +4,8 @@
     python -m benchmarks.compare --rounds 5 --only 30m,1,50,100,10
 
 Each cell has a process of its own, in which both run alternating, on the same prompts; seconds are medians, the ratio
-is the median of the ratios of the rounds. Peak memory is what a fresh process for each engine holds at most, less what it
-held before the search: the median of three.
+is the median of the ratios of the rounds. Peak memory is what a fresh process for each engine holds at most, less what
+it held before the search: the median of three.
 
 The physics: per step stock reads each beam's whole sequence, copies it to reorder it and once more to append to it,
 about 3 · W · (P + t) tokens of keys and values; ours reads each live slot once, P + U. Both run the model's weights
