@@ -77,7 +77,10 @@ class _SearchReport:
 
     @property
     def kv_usage(self) -> Any:
-        """`PagedBeamCache.usage` of the returned cache, or None if it was taken away."""
+        """`PagedBeamCache.usage` of the returned cache, counted when it is asked for; None if the cache was taken away.
+
+        A search leaves its cache as it was at the end.
+        """
         cache = getattr(self, CACHE_ARGUMENT, None)
         return None if cache is None else cache.usage()
 

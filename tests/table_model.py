@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,10 +79,14 @@ class AttendingTable(LlamaPreTrainedModel, GenerationMixin):
         values = torch.nn.functional.one_hot(places, POSITIONS * vocabulary).to(self.dtype)
         values = values.unsqueeze(1)  # [rows, 1, q, positions · V]
         nothing = values.new_zeros(*input_ids.shape, 1)
-        mask = create_causal_mask(
-            config=self.config, inputs_embeds=nothing, attention_mask=attention_mask, position_ids=position_ids,
-            **{CACHE_ARGUMENT: cache},
-        )  # fmt: skip
+        seen = 0 if cache is None else cache.get_seq_length()
+        given = {
+            "config": self.config, "attention_mask": attention_mask, "position_ids": position_ids,
+            CACHE_ARGUMENT: cache, "inputs_embeds": nothing, "input_embeds": nothing,
+            "cache_position": torch.arange(seen, seen + input_ids.shape[1]),
+        }  # fmt: skip
+        taken = inspect.signature(create_causal_mask).parameters  # they differ between releases
+        mask = create_causal_mask(**{name: value for name, value in given.items() if name in taken})
         query = key = nothing.unsqueeze(1)
         if cache is not None:
             key, values = cache.update(key, values, 0)

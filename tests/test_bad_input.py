@@ -324,15 +324,17 @@ def test_a_long_prompt_where_positions_are_computed(kind: str, caplog: pytest.Lo
     verbosity = logging.get_verbosity()
     logging.set_verbosity_warning()  # another test may have set it
     warnings = []
-    for custom_generate in (None, NAME):
-        caplog.clear()
-        type(logging.get_logger("transformers")).warning_once.cache_clear()
-        output = model.generate(torch.full((1, TOO_LONG), 8), **BEAMS, **WHOLE, custom_generate=custom_generate)
-        warnings.append([record.message for record in caplog.records if "maximum length" in record.message])
-        if custom_generate is None:
-            stock = output
-    logging.set_verbosity(verbosity)
-    logging.disable_propagation()
+    try:
+        for custom_generate in (None, NAME):
+            caplog.clear()
+            type(logging.get_logger("transformers")).warning_once.cache_clear()
+            output = model.generate(torch.full((1, TOO_LONG), 8), **BEAMS, **WHOLE, custom_generate=custom_generate)
+            warnings.append([record.message for record in caplog.records if "maximum length" in record.message])
+            if custom_generate is None:
+                stock = output
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.disable_propagation()
     check_equal(stock, output)
     assert warnings[1] == warnings[0]
     assert bool(warnings[0]) == (kind == "llama")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import check_equal, check_identical, returned_cache, search_both
-from tiny_models import BUILDERS, DECODER_ONLY, ENCODER_DECODER, EOS, double_model, prompts_for, tiny_model
+from tiny_models import BUILDERS, DECODER_ONLY, ENCODER_DECODER, EOS, double_model, path_of, prompts_for, tiny_model
 from transformers import LogitsProcessor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.utils import (
@@ -55,7 +55,7 @@ def test_every_field_is_stocks(kind: str, asked: tuple[str, ...]) -> None:
     assert isinstance(ours, expected)
     assert (ours.sequences_scores is None) == ("output_scores" not in asked)
     assert ours.beam_indices.dtype == torch.int32
-    assert ours.beam_path == ("gathered" if "output_attentions" in asked else "folded")
+    assert ours.beam_path == ("gathered" if "output_attentions" in asked else path_of(kind))
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
@@ -94,7 +94,7 @@ def test_hidden_states_and_logits_on_both_paths(kind: str) -> None:
     """Folded or gathered, each beam's row holds that beam's states."""
     model = double_model(kind)
     call = {**SEARCH, "output_logits": True, "output_hidden_states": True}
-    for path in ("folded", "gathered"):
+    for path in {path_of(kind), "gathered"}:
         stock, ours = search_both(model, prompts_for(model, kind, 2), **call, ours_only={"beam_attention": path})
         check_identical(stock, ours)
         assert ours.beam_path == path

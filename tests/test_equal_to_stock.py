@@ -17,6 +17,7 @@ from tiny_models import (
     ENCODER_DECODER,
     EOS,
     double_model,
+    path_of,
     prompts,
     prompts_for,
     shared_model,
@@ -41,7 +42,7 @@ def test_every_kind_width_and_batch_size(kind: str, width: int, batch_size: int)
     )  # fmt: skip
     check_equal(stock, ours)
     check_rows_of_each_prompt(stock, ours, width)
-    assert ours.beam_path == "folded"
+    assert ours.beam_path == path_of(kind)
     assert len(ours.scores) == len(stock.scores)
 
 
@@ -67,7 +68,7 @@ def test_the_gathered_path_equals_stock(kind: str) -> None:
     assert ours.beam_path == "gathered"
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("kind", [kind for kind in BUILDERS if path_of(kind) == "folded"])
 def test_the_folded_path_can_be_asked_for(kind: str) -> None:
     """``beam_attention="folded"`` gives what "auto" gives for these models, to the bit."""
     call = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 6, **WHOLE_OUTPUT}
@@ -87,9 +88,10 @@ def test_the_models_attention_setting_does_not_matter(kind: str, attention: str)
     """Eager and SDPA models both give transformers' result, and keep their setting."""
     model = tiny_model(kind)
     model.set_attn_implementation(attention)
+    setting = model.config._attn_implementation  # T5 knew only one before 5.17 or so
     stock, ours = search_both(model, prompts(kind, 2), num_beams=3, num_return_sequences=3, max_new_tokens=6)
     check_equal(stock, ours)
-    assert model.config._attn_implementation == attention
+    assert model.config._attn_implementation == setting
 
 
 @pytest.mark.parametrize(("width", "batch_size"), [(2, 3), (7, 2), (20, 2)])

@@ -17,6 +17,7 @@ from hf_paged_beam.cache.attention import fold, folded_attention, unfold
 from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import GROWTH, LEAST_SPARE, CrossLayer, PoolLayer, one_row_per_prompt
 from hf_paged_beam.cache.mask import pool_mask
+from hf_paged_beam.cache.step import current_step
 
 CPU = torch.device("cpu")
 MODULE = torch.nn.Module()  # what transformers' attention functions are called on; nothing of it is read here
@@ -293,6 +294,31 @@ def test_nothing_of_a_step_is_left_after_it():
     module.num_key_value_groups = SMALL.G
     output, _ = folded_attention(module, query, copies.layer.keys, copies.layer.values, None)
     assert torch.allclose(output, plain_attention(copies, query))
+
+
+class Interrupted(dict):
+    """The fields of a configuration whose attention cannot be set, or not be put back, because of Ctrl-C."""
+
+    def __init__(self, at: str):
+        super().__init__(_attn_implementation_internal="sdpa")
+        self.at = at
+
+    def __setitem__(self, field, value):
+        if (value == "hf_paged_beam") == (self.at == "entering"):
+            raise KeyboardInterrupt
+        super().__setitem__(field, value)
+
+
+@pytest.mark.parametrize("at", ["entering", "leaving"])
+def test_an_interrupted_step_leaves_nothing(at):
+    """Ctrl-C while a step begins or ends: no step is current after it, and no other configuration stays borrowed."""
+    copies = Copies(SMALL, 0)
+    other = {"_attn_implementation_internal": "eager"}
+    with pytest.raises(KeyboardInterrupt), FoldedStep(copies.index, [other, Interrupted(at)]):
+        pass
+    assert current_step() is None
+    assert not copies.index.folded
+    assert other == {"_attn_implementation_internal": "eager"}
 
 
 # The pool -------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from hf_paged_beam.generation.advance import advance
 from hf_paged_beam.generation.candidates import best_candidates, sampled_candidates
 from hf_paged_beam.generation.lengths import LengthTables, length_form
 from hf_paged_beam.generation.state import Candidates, SearchState
+from hf_paged_beam.versions import SAMPLES_ARE_SORTED
 
 CPU = torch.device("cpu")
 
@@ -249,7 +250,8 @@ def test_sampled_candidates_are_draws_without_replacement(log_probs, running, co
     for chosen, chance in exact.items():
         error = math.sqrt(chance * (1 - chance) / times)
         assert abs(counted[chosen] / times - chance) <= 5 * error + 1e-9, (chosen, chance)
-    assert (drawn.scores.diff(dim=1) <= 0).all()  # ordered by score, not by the order of the draws
+    if SAMPLES_ARE_SORTED:  # else they stay as they were drawn
+        assert (drawn.scores.diff(dim=1) <= 0).all()
     assert torch.equal(drawn.scores, scores.flatten()[torch.tensor(places)])
 
 
@@ -257,7 +259,7 @@ def test_sampled_candidates_end_with_what_has_no_probability():
     """Where fewer continuations exist than are to be drawn, all that exist come, then others with score -inf."""
     log_probs = torch.tensor([[-0.5, -math.inf, -0.9, -math.inf]])
     drawn = sampled_candidates(log_probs.repeat(50, 1), torch.zeros(50, 1), count=6)
-    assert drawn.tokens[:, :2].tolist() == [[0, 2]] * 50
+    assert drawn.tokens[:, :2].sort().values.tolist() == [[0, 2]] * 50
     assert (drawn.scores[:, 2:] == -torch.inf).all() and not drawn.scores.isnan().any()
 
 
@@ -311,7 +313,7 @@ def plain_step(case: dict) -> dict:
     return {"finished": finished, "running": running, "open": case["open"] and may_improve}
 
 
-def tensor_step(cases: list[dict]):
+def tensor_step(cases: list[dict], none_can_end: bool = False):
     """The step by `advance`, for prompts that share all but their scores; tokens are ranks plus 100."""
     first = cases[0]
     width, count = len(first["finished"]), len(first["candidates"])
@@ -329,9 +331,21 @@ def tensor_step(cases: list[dict]):
     )  # fmt: skip
     return advance(
         state, Candidates(scores=scores, tokens=ranks + 100, parents=ranks % width, token_scores=scores),
-        torch.tensor([case["hits"] for case in cases]), length=first["length"], tables=tables,
+        None if none_can_end else torch.tensor([case["hits"] for case in cases]), length=first["length"], tables=tables,
         early_stopping=first["early_stopping"],
     )  # fmt: skip
+
+
+@examples(100)
+@given(steps_of_one_prompt())
+def test_a_step_in_which_none_can_end_is_one_in_which_none_ends(case):
+    """`advance` without hits skips what finishes sequences, and gives the same."""
+    case = dict(case, hits=[False] * len(case["hits"]))
+    (after, chosen), (shorter, as_chosen) = tensor_step([case]), tensor_step([case], none_can_end=True)
+    real = after.finished_scores > -torch.inf  # where there is no sequence, its origin is nothing
+    assert torch.equal(after.finished_origin[real], shorter.finished_origin[real])
+    assert all(map(torch.equal, after._replace(finished_origin=real), shorter._replace(finished_origin=real)))
+    assert all(map(torch.equal, chosen, as_chosen))
 
 
 @examples(400)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 
 import torch
 from transformers import (
@@ -18,7 +20,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -27,6 +28,8 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+
+from hf_paged_beam.versions import PreTrainedConfig
 
 VOCABULARY = 99
 EOS, PAD, START = 5, 0, 1
@@ -199,3 +202,10 @@ def prompts_for(model: PreTrainedModel, kind: str, batch_size: int = 2, **shape:
     """`prompts`, with features in the model's dtype."""
     inputs = prompts(kind, batch_size, **shape)
     return {name: given.to(model.dtype) if given.is_floating_point() else given for name, given in inputs.items()}
+
+
+def path_of(kind: str) -> str:
+    """How keys are read: "folded" where the model's attention goes through transformers' interface, as T5's did not
+    before 5.17 or so."""
+    source = inspect.getsource(sys.modules[type(tiny_model(kind)).__module__])
+    return "folded" if "ALL_ATTENTION_FUNCTIONS" in source else "gathered"

@@ -42,11 +42,17 @@ def attention_configs(model: GenerativeModel) -> list[dict[str, Any]]:
 
 def borrow_attention(configs: Sequence[dict[str, Any]]) -> None:
     """Set the attention implementation of these configurations to ours, until `return_attention`."""
-    with _borrowing:
-        for fields in configs:
-            _, before, holders = _borrowed.get(id(fields), (fields, fields[_ATTENTION], 0))
-            _borrowed[id(fields)] = (fields, before, holders + 1)
-            fields[_ATTENTION] = NAME
+    taken: list[dict[str, Any]] = []
+    try:
+        with _borrowing:
+            for fields in configs:
+                _, before, holders = _borrowed.get(id(fields), (fields, fields[_ATTENTION], 0))
+                _borrowed[id(fields)] = (fields, before, holders + 1)
+                taken.append(fields)
+                fields[_ATTENTION] = NAME
+    except BaseException:
+        return_attention(taken)
+        raise
 
 
 def return_attention(configs: Sequence[dict[str, Any]]) -> None:

@@ -48,11 +48,20 @@ class FoldedStep:
     def __enter__(self) -> FoldedStep:
         self.index.folded = True
         self._outer = _current.set(self)
-        borrow_attention(self._configs)
+        try:
+            borrow_attention(self._configs)
+        except BaseException:  # the caller's Ctrl-C
+            self._leave()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        return_attention(self._configs)
+        try:
+            return_attention(self._configs)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         _current.reset(self._outer)
         self.index.folded = False
         self.index.handed.clear()

@@ -159,9 +159,7 @@ class DecodeSteps:
         if not self._tried and self.cache.has_recurrent_layers:
             states = copy.deepcopy(self.cache.row_layers())
         try:
-            outputs = self._forward(input_ids)
-            self._tried = True
-            return outputs
+            return self._forward(input_ids)
         except CannotFoldError:
             if self._must_fold or (self._tried and self.cache.has_recurrent_layers):
                 raise
