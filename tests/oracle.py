@@ -81,8 +81,13 @@ def beam_search(next_log_probs: NextLogProbs, rules: Rules) -> list[Finished]:
     return finished
 
 
-def sampled_outcomes(next_log_probs: NextLogProbs, rules: Rules) -> dict[tuple[Prefix, ...], float]:
+def sampled_outcomes(
+    next_log_probs: NextLogProbs, rules: Rules, *, ordered_by_score: bool
+) -> dict[tuple[Prefix, ...], float]:
     """Probability of each result of the sampling search: candidates are drawn without replacement, all draws tried.
+
+    Args:
+        ordered_by_score: whether the best `W` of the drawn may finish, or the `W` that were drawn first.
 
     Returns:
         From the finished sequences, best first, to their probability.
@@ -96,22 +101,32 @@ def sampled_outcomes(next_log_probs: NextLogProbs, rules: Rules) -> dict[tuple[P
             return
         possible = continuations(next_log_probs, running)
         weights = [math.exp(score) for score, _ in possible]
-        for drawn, likely in draws_without_replacement(weights, rules.num_candidates).items():
-            go_on(*take_step([possible[number] for number in sorted(drawn)], finished, rules), chance * likely)
+        first = rules.num_candidates if ordered_by_score else rules.num_beams
+        for (may_finish, others), likely in ordered_draws(weights, rules.num_candidates, first).items():
+            drawn = [possible[number] for number in sorted(may_finish) + sorted(others)]
+            go_on(*take_step(drawn, finished, rules), chance * likely)
 
     go_on([(0.0, ())], [], 1.0)
     return outcomes
 
 
 def draws_without_replacement(weights: Sequence[float], count: int) -> dict[frozenset[int], float]:
-    """Probability of each set of `count` draws without replacement, by going through all orders."""
-    sets: dict[frozenset[int], float] = {}
+    """Probability of each set of `count` draws without replacement."""
+    return {drawn: chance for (drawn, _), chance in ordered_draws(weights, count, count).items()}
+
+
+def ordered_draws(
+    weights: Sequence[float], count: int, first: int
+) -> dict[tuple[frozenset[int], frozenset[int]], float]:
+    """Probability of each set of the `first` and set of the later of `count` draws, by going through all orders."""
+    sets: dict[tuple[frozenset[int], frozenset[int]], float] = {}
     possible = [number for number, weight in enumerate(weights) if weight]
     for order in itertools.permutations(possible, count):
         chance, left = 1.0, sum(weights)
         for number in order:
             chance, left = chance * weights[number] / left, left - weights[number]
-        sets[frozenset(order)] = sets.get(frozenset(order), 0.0) + chance
+        drawn = frozenset(order[:first]), frozenset(order[first:])
+        sets[drawn] = sets.get(drawn, 0.0) + chance
     return sets
 
 
@@ -122,7 +137,8 @@ def take_step(candidates: list[Beam], finished: list[Finished], rules: Rules) ->
         Finished(score / rules.form(length), tokens) for score, tokens in candidates[:width] if rules.is_over(tokens)
     ]
     finished = sorted(finished + ended, key=lambda one: -one.score)[:width]
-    running = [candidate for candidate in candidates if not rules.is_over(candidate[1])][:width]
+    running = [candidate for candidate in candidates if not rules.is_over(candidate[1])]
+    running = sorted(running, key=lambda candidate: -candidate[0])[:width]
     if running and is_closed(running[0][0], finished, length, rules):
         running = []
     return running, finished

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from comparing import check_equal, check_same_call, real_scores, search_both
@@ -28,7 +29,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 from watching import forward_rows, of_its_own_class
 
-from hf_paged_beam import beam_search, enable, generate
+from hf_paged_beam import PagedBeamCache, beam_search, enable, generate
 from hf_paged_beam.cache.layers import PoolLayer
 from hf_paged_beam.cache.step import current_step
 from hf_paged_beam.versions import CACHE_ARGUMENT
@@ -89,6 +90,17 @@ def test_num_beams_out_of_range(num_beams: Any, route: Callable) -> None:
     model = tiny_model("llama")
     with refused_before_running(model, "num_beams", re.escape(repr(num_beams)), "integer of at least 1"):
         route(model, **prompts("llama", 2), num_beams=num_beams, num_return_sequences=1, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_integers_of_numpy(kind: str) -> None:
+    """As transformers, we take integers of any kind: they come out of configurations and loops over arrays."""
+    model = tiny_model(kind)
+    plain = model.generate(**prompts(kind, 2), num_beams=4, num_return_sequences=2, max_new_tokens=6)
+    call = {"num_beams": np.int64(4), "num_return_sequences": np.int32(2), "max_new_tokens": 6}
+    for custom_generate in (NAME, beam_search):
+        assert torch.equal(model.generate(**prompts(kind, 2), **call, custom_generate=custom_generate), plain)
+    assert PagedBeamCache(model.config, num_beams=np.int64(4)).num_beams == 4
 
 
 @pytest.mark.parametrize("route", SETTING_ROUTES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -260,9 +261,9 @@ class PagedBeamCache(BeamVerbs, Cache):
         return super().__new__(cls)
 
     def __init__(self, config: PreTrainedConfig, num_beams: int, *, stock_layers: list[Any] | None = None):
-        if isinstance(num_beams, bool) or not isinstance(num_beams, int) or num_beams < 1:
+        if isinstance(num_beams, bool) or not isinstance(num_beams, (int, Integral)) or num_beams < 1:
             raise ValueError(f"num_beams must be an integer of at least 1, but got {num_beams!r}")
-        self.index = BeamIndex(num_beams)
+        self.index = BeamIndex(int(num_beams))
         stock_layers = versions.stock_layers(config) if stock_layers is None else stock_layers
         layers = [self._our_layer(layer) for layer in stock_layers]
         self._grows = not layers

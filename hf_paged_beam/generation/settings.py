@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from numbers import Integral
 
 import torch
 from transformers import GenerationConfig
@@ -16,7 +17,7 @@ BEAM_ATTENTION = ("auto", "folded", "gathered")
 def check_counts(num_beams: object, num_return_sequences: object) -> None:
     """Raise `ValueError` unless both are integers with ``1 <= num_return_sequences <= num_beams``."""
     for name, given in (("num_beams", num_beams), ("num_return_sequences", num_return_sequences)):
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
             raise ValueError(f"{name} must be an integer of at least 1, but got {given!r}")
     if num_return_sequences > num_beams:  # type: ignore[operator]
         raise ValueError(
@@ -103,8 +104,8 @@ class SearchSettings:
             )
         wants = bool(config.return_dict_in_generate)
         return cls(
-            num_beams=config.num_beams,
-            num_return_sequences=num_return,
+            num_beams=int(config.num_beams),
+            num_return_sequences=int(num_return),
             eos_token_ids=config._eos_token_tensor,
             fill_token_id=_fill_token(config),
             max_new_tokens=config.max_length - prompt_length,
