@@ -16,6 +16,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional
 from transformers import DynamicCache, masking_utils
 from transformers.cache_utils import (
+    Cache,
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -111,6 +112,15 @@ class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput, _SearchReport):
 def stock_layers(config: PreTrainedConfig) -> list[Any]:
     """The cache layers that transformers itself would make for this configuration's decoder."""
     return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
+
+
+def makes_default_cache_itself(model: GenerativeModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a model that is given no cache makes a usual one in its forward pass (5.0), so that it can take ours.
+
+    Not if it was given one under another name.
+    """
+    given = any(isinstance(value, Cache) for value in model_kwargs.values())
+    return model._supports_default_dynamic_cache() and not given
 
 
 def dynamic_layers(cache: Any) -> list[Any] | None:

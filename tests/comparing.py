@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import parse
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerationMixin
 
 from hf_paged_beam.versions import CACHE_ARGUMENT
+
+OLD_RELEASE = parse(transformers.__version__) < parse("5.17")
+"""Releases whose own search fails in some of the situations that are compared."""
 
 TOLERANCE = 1e-4
 NO_CONTINUATION = -1e8
@@ -65,7 +71,12 @@ def search_both(model: Any, inputs: dict, *, stock_only: dict | None = None, our
     """As `both`, by the general ``generate``: Whisper's own would repeat prompts for `num_return_sequences`."""
     call = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False, **settings}
     torch.manual_seed(7)
-    stock = GenerationMixin.generate(model, **inputs, **call, **(stock_only or {}))
+    try:
+        stock = GenerationMixin.generate(model, **inputs, **call, **(stock_only or {}))
+    except Exception as error:
+        if OLD_RELEASE:
+            pytest.skip(f"transformers' own search raises here in this release: {error!r}")
+        raise
     torch.manual_seed(7)
     ours = GenerationMixin.generate(model, **inputs, **call, custom_generate="hf_paged_beam", **(ours_only or {}))
     return stock, ours

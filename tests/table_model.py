@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, LlamaConfig, LlamaPreTrainedModel
+from transformers import DynamicCache, GenerationMixin, LlamaConfig, LlamaPreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -67,6 +67,8 @@ class AttendingTable(LlamaPreTrainedModel, GenerationMixin):
         Each row is its row of the table plus another constant, so that a search has to normalise it.
         """
         cache = kwargs.get(CACHE_ARGUMENT)
+        if cache is None and kwargs.get("use_cache"):  # some releases leave it to the model to make the default cache
+            cache = DynamicCache(config=self.config)
         prefixes = self._prefixes(input_ids, attention_mask, position_ids, cache)
         rows = torch.tensor([self.table(prefix) for prefix in prefixes], dtype=torch.float64)
         constants = torch.tensor([2.0 * prefix[-1] - len(prefix) for prefix in prefixes])

@@ -361,6 +361,8 @@ def test_a_tuple_for_a_cache(argument: str, kind: str) -> None:
     """Keys and values in tuples, as in old releases: refused in transformers' words."""
     model, states = tiny_model(kind), torch.zeros(8, 2, 3, 8)
     call = {**prompts(kind, 2), **BEAMS, argument: ((states, states),) * 2}
+    if not hasattr(model, "_prefill"):
+        pytest.skip("4.57 still took tuples; they are handed over")
     with pytest.raises(ValueError, match="tuple") as stock:
         model.generate(**call)
     for route in (generate, by_name, as_callable):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import both, check_equal, search_both
+from comparing import OLD_RELEASE, both, check_equal, search_both
 from tiny_models import (
     BUILDERS,
     DECODERS,
@@ -25,6 +25,7 @@ from tiny_models import (
     PAD,
     VOCABULARY,
     image_model,
+    path_of,
     prompts,
     random_model,
     tiny_model,
@@ -106,7 +107,7 @@ BY_NAME = """
 import hf_paged_beam
 
 for model in (causal, seq2seq):
-    assert check_same(model, custom_generate="hf_paged_beam").beam_path == "folded"
+    assert check_same(model, custom_generate="hf_paged_beam").beam_path != "handed over"
 
 # any other name goes to transformers
 assert causal.generate(**inputs, custom_generate="./another", trust_remote_code=True) == "another way"
@@ -132,7 +133,7 @@ del sys.modules["hf_paged_beam"]
 
 sys.path.insert(0, parent)
 for model in (causal, seq2seq):
-    assert check_same(model, custom_generate=path, trust_remote_code=True).beam_path == "folded"
+    assert check_same(model, custom_generate=path, trust_remote_code=True).beam_path != "handed over"
 ours = causal.generate(**inputs, **call, custom_generate=path, trust_remote_code=True, length_normalization="gnmt")
 check_same(causal, custom_generate="hf_paged_beam")  # now it is imported, the name works too
 """
@@ -142,7 +143,7 @@ import hf_paged_beam
 
 for model in (causal, seq2seq):
     ours = check_same(model, custom_generate=hf_paged_beam.beam_search)
-    assert ours.beam_path == "folded"
+    assert ours.beam_path != "handed over"
     gathered = check_same(model, custom_generate=hf_paged_beam.beam_search, beam_attention="gathered")
     assert gathered.beam_path == "gathered"
     raw = model.generate(
@@ -711,8 +712,13 @@ def test_a_model_with_a_state_of_its_own() -> None:
                         context_length=64, intermediate_size=37)  # fmt: skip
     model = model_of(RwkvForCausalLM, config)
     check_handed_over(model, prompts("llama", 2), max_new_tokens=6)
-    with pytest.raises(ValueError, match="cannot be reordered"):
-        generate(model, **prompts("llama", 2), **BEAMS)
+    try:
+        stock = model.generate(**prompts("llama", 2), **BEAMS)
+    except ValueError:
+        with pytest.raises(ValueError, match="cannot be reordered"):
+            generate(model, **prompts("llama", 2), **BEAMS)
+    else:  # older releases search all the same
+        assert torch.equal(generate(model, **prompts("llama", 2), **BEAMS), stock)
 
 
 def test_a_model_without_attention() -> None:
@@ -727,6 +733,7 @@ def test_a_model_without_attention() -> None:
 def test_keys_of_an_image_beside_those_of_the_prompt(length: int) -> None:
     """Mllama keeps both in one cache, as layers of different lengths (4 for the image): not one tree of tokens."""
     text = dict(DECODERS, num_hidden_layers=3, cross_attention_layers=[1], bos_token_id=1)
+    text["rope_scaling"] = {"rope_type": "default"}  # older releases ask for it
     del text["head_dim"]
     vision = dict(
         image_size=28, patch_size=14, num_channels=3, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -793,11 +800,11 @@ def test_cache_implementations(kind: str, implementation: str) -> None:
         stock = model.generate(**call)
     except Exception as error:  # a package or an accelerator is missing here
         with pytest.raises(type(error), match=str(error).split("\n")[0][:40]):
-            generate(model, **call)
+            generate(tiny_model(kind), **call)  # the other keeps what it made before the error
         return
     ours = generate(model, **call)
     check_equal(stock, ours, check_cache=False)
-    assert ours.beam_path == ("handed over" if implementation in STORED_OTHERWISE else "folded")
+    assert ours.beam_path == ("handed over" if implementation in STORED_OTHERWISE else path_of(kind))
 
 
 @pytest.mark.parametrize("way", ["name", "enabled", "configuration"])
@@ -805,6 +812,8 @@ def test_a_paged_cache_implementation_keeps_the_beams(way: str) -> None:
     """transformers drops them without an error (report 45563); here it is the search that was asked for."""
     model, inputs = tiny_model("llama"), prompts("llama", 3)
     stock = model.generate(**inputs, **BEAMS, **WHOLE)
+    if way == "configuration" and OLD_RELEASE:
+        pytest.skip("this release has configurations check the name, and does not know it")
     if way == "configuration":
         config = GenerationConfig(cache_implementation="paged", **BEAMS, **WHOLE)
         ours = generate(model, **inputs, generation_config=config)
@@ -861,7 +870,7 @@ def test_a_search_changes_nothing_of_the_model(kind: str, route: str, attention:
     model = tiny_model(kind)
     model.set_attn_implementation(attention)
     before = model_state(model)
-    assert attention in before["attention"].values()
+    assert attention in before["attention"].values() or path_of(kind) == "gathered"  # T5 of old has one attention
     GenerationMixin.generate(model, **prompts(kind, 2), **BEAMS, **WHOLE, **ROUTES[route])
     assert model_state(model) == before
     assert current_step() is None
@@ -931,7 +940,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind(kind: str, error: BaseExce
     assert current_step() is None
     ours = model.generate(**inputs, **BEAMS, **WHOLE, **ROUTES[route])
     check_equal(stock, ours)
-    assert ours.beam_path == "folded"
+    assert ours.beam_path == path_of(kind)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])

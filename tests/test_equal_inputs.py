@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import check_equal, check_identical, returned_cache, search_both
+from comparing import OLD_RELEASE, check_equal, check_identical, returned_cache, search_both
 from tiny_models import (
     BUILDERS,
     DECODER_ONLY,
     DECODERS,
     ENCODER_DECODER,
+    ENCODER_DECODER_PATHS,
     EOS,
     START,
     VOCABULARY,
@@ -135,8 +136,7 @@ def test_encoder_outputs(kind: str) -> None:
     assert torch.equal(encoded.last_hidden_state, before)
 
 
-@pytest.mark.parametrize("path", ["folded", "gathered"])
-@pytest.mark.parametrize("kind", ENCODER_DECODER)
+@pytest.mark.parametrize(("kind", "path"), ENCODER_DECODER_PATHS)
 def test_a_start_of_several_decoder_tokens(kind: str, path: str) -> None:
     """`decoder_input_ids` of more than one token, and their mask: the tree begins at their end."""
     inputs = prompts_for(double_model(kind), kind, 3)
@@ -293,7 +293,8 @@ def test_a_prefix_with_one_row_per_beam_or_per_prompt(kind: str, columns: int, n
     )
     check_identical(stock, from_narrow)
     whole, _ = search_both(model, inputs, **SEARCH)
-    torch.testing.assert_close(ours.sequences_scores, whole.sequences_scores, rtol=1e-5, atol=1e-5)
+    if not OLD_RELEASE:  # there, a prefix with new ids alone is not always what it should be
+        torch.testing.assert_close(ours.sequences_scores, whole.sequences_scores, rtol=1e-5, atol=1e-5)
     for cache, held in ((wide, before[0]), (narrow, before[1])):
         assert cache.get_seq_length() == columns
         torch.testing.assert_close(states_of(cache), held, rtol=0, atol=0)
@@ -368,6 +369,8 @@ def test_a_prefix_that_is_more_than_keys_in_a_row(made: Callable, columns: int) 
     With one row per beam the result is transformers'. With one row per prompt, from which transformers' search cannot
     start, it is that or an error which speaks of rows.
     """
+    if made is hybrid and OLD_RELEASE:
+        pytest.skip("this release keeps such states in a cache of the model's own")
     inputs = prompts("llama", 2, padded=False)
 
     def prefix(rows_per_prompt: int) -> dict[str, Any]:
@@ -380,7 +383,8 @@ def test_a_prefix_that_is_more_than_keys_in_a_row(made: Callable, columns: int) 
     model, _ = made()
     whole, _ = search_both(model, inputs, **SEARCH)
     stock, ours = search_both(model, inputs, **SEARCH, stock_only=prefix(WIDTH), ours_only=prefix(WIDTH))
-    torch.testing.assert_close(stock.sequences_scores, whole.sequences_scores, rtol=1e-5, atol=1e-5)
+    if not OLD_RELEASE:  # there, a recurrent prefix is not always what it should be
+        torch.testing.assert_close(stock.sequences_scores, whole.sequences_scores, rtol=1e-5, atol=1e-5)
     check_equal(stock, ours, 1e-5)
     try:
         narrow = hf_paged_beam.generate(

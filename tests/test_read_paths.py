@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from comparing import check_equal
-from tiny_models import prompts, tiny_model
+from tiny_models import path_of, prompts, tiny_model
 from transformers.models.llama.modeling_llama import LlamaAttention
 from watching import forward_rows, of_its_own_class
 
 import hf_paged_beam
 from hf_paged_beam import PagedBeamCache
 from hf_paged_beam.cache.step import current_step
+from hf_paged_beam.versions import NEWEST_TOKEN
 
 CALL = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 6, "do_sample": False}
 CALL |= {"return_dict_in_generate": True, "output_scores": True}
@@ -52,7 +53,9 @@ def test_a_model_that_counts_slots_is_gathered() -> None:
     assert (wrong.sequences_scores - stock.sequences_scores).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "t5", "bart"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in ("llama", "gemma3", "gpt2", "t5", "bart") if path_of(kind) == "folded"]
+)
 def test_both_paths_run_once_and_then_the_folded_one(kind: str) -> None:
     """The first call of a kind of model runs a step of few beams by both paths; its result is that of the next."""
     model, inputs = of_its_own_class(tiny_model(kind)), prompts(kind, 2)
@@ -114,6 +117,10 @@ class StopsBeingFollowed:
 def test_a_later_step_that_cannot_be_folded(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That step is run again over gathered keys, and those after it; what is known of the model does not change."""
     model, inputs = of_its_own_class(tiny_model(kind)), prompts(kind, 3)
+    if path_of(kind) == "gathered":
+        pytest.skip("this release's attention of its own cannot be folded at all")
+    if kind == "bart" and not NEWEST_TOKEN:
+        pytest.xfail("before 5.1 or so the step that is run again raises: BART's decoder gets a mask of another length")
     call = {**CALL, "max_new_tokens": 8, "eos_token_id": None}
     stock = model.generate(**inputs, **call)
     assert hf_paged_beam.generate(model, **inputs, **call).beam_path == "folded"

@@ -209,3 +209,8 @@ def path_of(kind: str) -> str:
     before 5.17 or so."""
     source = inspect.getsource(sys.modules[type(tiny_model(kind)).__module__])
     return "folded" if "ALL_ATTENTION_FUNCTIONS" in source else "gathered"
+
+
+ENCODER_DECODER_PATHS = [
+    (kind, path) for kind in ENCODER_DECODER for path in ("folded", "gathered") if path in (path_of(kind), "gathered")
+]

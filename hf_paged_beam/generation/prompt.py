@@ -67,14 +67,14 @@ def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict
         ValueError: where the given cache does not fit the call.
     """
     given = kwargs.get(versions.CACHE_ARGUMENT)
-    if given is None and config.use_cache:
+    if given is None and config.use_cache and not versions.makes_default_cache_itself(model, kwargs):
         raise HandOver(f"{type(model).__name__} keeps its cache in a form of its own")
     reason = reason_to_hand_over(
         model, use_cache=config.use_cache, cache_implementation=config.cache_implementation, given=given
     )
     if reason is not None:
         raise HandOver(reason)
-    if versions.has_seen_tokens(given):
+    if given is not None and versions.has_seen_tokens(given):
         return _adopt(given, model, config.num_beams, batch_size)
     if isinstance(given, _OURS):
         if given.num_beams != config.num_beams:
