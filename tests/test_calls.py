@@ -87,6 +87,7 @@ torch.set_num_threads(1)
 folder = sys.argv[1]
 causal = AutoModelForCausalLM.from_pretrained(folder + "/llama")
 seq2seq = AutoModelForSeq2SeqLM.from_pretrained(folder + "/t5")
+paths = {causal: "folded", seq2seq: sys.argv[3]}
 inputs = {
     "input_ids": torch.tensor([[17, 63, 46, 21, 44, 20, 90], [0, 0, 24, 59, 33, 71, 12]]),
     "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]]),
@@ -107,7 +108,7 @@ BY_NAME = """
 import hf_paged_beam
 
 for model in (causal, seq2seq):
-    assert check_same(model, custom_generate="hf_paged_beam").beam_path != "handed over"
+    assert check_same(model, custom_generate="hf_paged_beam").beam_path == paths[model]
 
 # any other name goes to transformers
 assert causal.generate(**inputs, custom_generate="./another", trust_remote_code=True) == "another way"
@@ -133,7 +134,7 @@ del sys.modules["hf_paged_beam"]
 
 sys.path.insert(0, parent)
 for model in (causal, seq2seq):
-    assert check_same(model, custom_generate=path, trust_remote_code=True).beam_path != "handed over"
+    assert check_same(model, custom_generate=path, trust_remote_code=True).beam_path == paths[model]
 ours = causal.generate(**inputs, **call, custom_generate=path, trust_remote_code=True, length_normalization="gnmt")
 check_same(causal, custom_generate="hf_paged_beam")  # now it is imported, the name works too
 """
@@ -143,7 +144,7 @@ import hf_paged_beam
 
 for model in (causal, seq2seq):
     ours = check_same(model, custom_generate=hf_paged_beam.beam_search)
-    assert ours.beam_path != "handed over"
+    assert ours.beam_path == paths[model]
     gathered = check_same(model, custom_generate=hf_paged_beam.beam_search, beam_attention="gathered")
     assert gathered.beam_path == "gathered"
     raw = model.generate(
@@ -213,7 +214,7 @@ def run_fresh(script: str, models: Path, folder: Path, working_directory: Path, 
     file.write_text(PREAMBLE + script)
     environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(PACKAGE.parent) if importable else ""
-    command = [sys.executable, str(file), str(models), str(PACKAGE.parent)]
+    command = [sys.executable, str(file), str(models), str(PACKAGE.parent), path_of("t5")]
     done = subprocess.run(command, cwd=working_directory, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
