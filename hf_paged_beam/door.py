@@ -37,6 +37,7 @@ def generate(
     *,
     length_normalization: str = "length",
     beam_attention: str = "auto",
+    kv_dtype: str | torch.dtype | None = None,
     **arguments: Any,
 ) -> Any:
     """Beam search over a paged cache, with the arguments of ``model.generate`` and its results.
@@ -48,6 +49,9 @@ def generate(
             "gnmt" (``((5 + n) / 6) ** length_penalty``, Wu et al. 2016) or "none".
         beam_attention: how keys are read: "folded" (one attention over the pool), "gathered" (one row per beam), or
             "auto" (folded where the model allows it).
+        kv_dtype: what keys and values are stored as: "float16", "bfloat16", "int8" or "float8_e4m3fn", or that
+            torch.dtype; None for the model's own. The last two keep a scale per token and head. Results then differ
+            from transformers' by that rounding; its size is measured in docs/differences.md.
         **arguments: everything else that ``model.generate`` takes.
 
     Returns:
@@ -59,7 +63,8 @@ def generate(
         ValueError: for an argument that is out of range; the message names it, what came and what is accepted.
         RuntimeError: if the model's logits are not numbers; the message names the step.
     """
-    check_options(length_normalization, beam_attention)
+    options = {"length_normalization": length_normalization, "beam_attention": beam_attention, "kv_dtype": kv_dtype}
+    check_options(**options)
     arguments.pop("trust_remote_code", None)
     if not is_beam_search(model, arguments):
         reason = HandOver("one beam, or the help of another model, is not beam search")
@@ -70,7 +75,7 @@ def generate(
     early = _early_reason(model, arguments)
     if early is not None:
         return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), HandOver(early))
-    stand_in = _PromptOnce(model, {"length_normalization": length_normalization, "beam_attention": beam_attention})
+    stand_in = _PromptOnce(model, options)
     try:
         return GenerationMixin.generate(stand_in, inputs, **arguments)
     except HandOver as handed_over:
@@ -86,19 +91,20 @@ def beam_search(
     synced_gpus: bool = False,
     length_normalization: str = "length",
     beam_attention: str = "auto",
+    kv_dtype: str | torch.dtype | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """The search as a callable for ``custom_generate=``. transformers prepares, and repeats the inputs for each beam.
 
     Args:
         input_ids: ``[B·W, P]`` int64, the `W` rows of a prompt equal.
-        length_normalization, beam_attention: as in `generate`.
+        length_normalization, beam_attention, kv_dtype: as in `generate`.
 
     On this route transformers drops `tokenizer`, `streamer` and `synced_gpus`; ``custom_generate="hf_paged_beam"``
     takes them all, and does not repeat the inputs.
     """
     width = generation_config.num_beams
-    options = {"length_normalization": length_normalization, "beam_attention": beam_attention}
+    options = {"length_normalization": length_normalization, "beam_attention": beam_attention, "kv_dtype": kv_dtype}
     prepared = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
@@ -190,7 +196,7 @@ def register_name() -> None:
 class _PromptOnce:
     """The model as `GenerationMixin.generate` sees it: everything is the model's own, but for what stands here."""
 
-    def __init__(self, model: GenerativeModel, options: dict[str, str]):
+    def __init__(self, model: GenerativeModel, options: dict[str, Any]):
         self.__dict__.update(_model=model, _options=options)
 
     def __getattr__(self, name: str) -> Any:
@@ -236,7 +242,7 @@ for _name in versions.OTHER_DECODING_METHODS:
 def _search(
     model: GenerativeModel,
     input_ids: torch.Tensor,
-    options: dict[str, str],
+    options: dict[str, Any],
     *,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional
-from transformers import DynamicCache, masking_utils
+from transformers import DynamicCache, cache_utils, masking_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -66,6 +66,14 @@ MASKS_NEED_VMAP = "use_vmap" not in inspect.signature(masking_utils.sdpa_mask).p
 
 SAMPLES_ARE_SORTED = ".sort(" in inspect.getsource(GenerationMixin._get_top_k_continuations)
 """Whether beam sampling orders drawn candidates by score, or leaves them as drawn; only the first `W` may finish."""
+
+RecurrentLayer = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
+"""What transformers takes for a layer with a recurrent state; None in releases whose models keep those themselves."""
+
+_ATTENTION_WITH_STATE = {
+    getattr(cache_utils, name, None)
+    for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+}
 
 RECURRENT_STATE_METHOD = "update_recurrent_state"  # present on every layer that keeps a state per row
 
@@ -134,6 +142,22 @@ def is_plain_attention(layer: Any) -> bool:
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
+def is_attention_with_state(layer: Any) -> bool:
+    """Whether a stock layer keeps keys and values per token and a recurrent state beside them."""
+    return type(layer) in _ATTENTION_WITH_STATE
+
+
+def state_alone(layer: Any) -> Any:
+    """An empty stock layer for the recurrent state that an `is_attention_with_state` layer keeps."""
+    counted = {"number_of_states": layer.number_of_states} if hasattr(layer, "number_of_states") else {}
+    return cache_utils.LinearAttentionLayer(**counted)
+
+
+def is_indexed_attention(layer: Any) -> bool:
+    """Whether a stock layer keeps keys and values per token and an indexer's keys beside them."""
+    return type(layer) is getattr(cache_utils, "DynamicIndexedLayer", None)
+
+
 def is_attention(layer: Any) -> bool:
     """Whether a stock layer keeps keys and values per token, alone or beside other state."""
     return isinstance(layer, CacheLayerMixin)
@@ -150,7 +174,8 @@ def whole_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     Where a window has moved on, zeros stand in for what it left behind, which no later token sees. None for a layer
     that holds anything else: recurrent states, indexer keys, a ring of slots.
     """
-    if not is_plain_attention(layer) and type(layer) is not StaticLayer and not hasattr(layer, "index"):
+    ours = hasattr(layer, "index") and layer.state is None
+    if not is_plain_attention(layer) and type(layer) is not StaticLayer and not ours:
         return None
     keys, values, length = layer.keys, layer.values, layer.get_seq_length()
     if keys is None or values is None:

@@ -48,7 +48,7 @@ TINY = dict(
     max_position_embeddings=128, n_positions=128, n_ctx=128, num_experts=4, num_local_experts=4, n_routed_experts=4,
     num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1, first_k_dense_replace=1,
     n_shared_experts=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
-    sliding_window=8, word_embed_proj_dim=32, attention_window=8, attention_dropout=0.0, decoder_layers=2,
+    sliding_window=5, word_embed_proj_dim=32, attention_window=8, attention_dropout=0.0, decoder_layers=2,
     decoder_attention_heads=4, decoder_ffn_dim=37, shared_expert_intermediate_size=24, partial_rotary_factor=0.5,
     encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=37, num_decoder_layers=2, d_kv=8,
     decoder_start_token_id=1, max_source_positions=20, max_target_positions=64, bos_token_id=1, eos_token_id=2,
@@ -79,6 +79,9 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "bamba": dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, attn_layer_indices=[1]),
     "codegen": dict(rotary_dim=4),
     "falcon": dict(head_dim=LEFT_OUT),
+    "falcon_h1": dict(
+        mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=16,
+    ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
     "gptj": dict(rotary_dim=4),
     "helium": dict(num_key_value_heads=4, head_dim=8),

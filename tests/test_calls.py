@@ -7,6 +7,7 @@ import copy
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -420,7 +421,8 @@ def test_stock_search_over_our_cache(kind: str, argument: str) -> None:
     assert usage.live <= batch_size * (prompt_length + width * generated)
     for layer in cache.indexed_layers():
         assert layer._keys.shape[0] == layer._values.shape[0] == batch_size
-    assert usage.bytes_live < usage.bytes_separate
+    if kind != "mistral":  # a window of four tokens, in all layers, is less than a tree
+        assert usage.bytes_live < usage.bytes_separate
 
 
 def stock_search(model: PreTrainedModel, kind: str, **settings: Any) -> Any:
@@ -800,7 +802,7 @@ def test_cache_implementations(kind: str, implementation: str) -> None:
     try:
         stock = model.generate(**call)
     except Exception as error:  # a package or an accelerator is missing here
-        with pytest.raises(type(error), match=str(error).split("\n")[0][:40]):
+        with pytest.raises(type(error), match=re.escape(str(error).split("\n")[0][:40])):
             generate(tiny_model(kind), **call)  # the other keeps what it made before the error
         return
     ours = generate(model, **call)

@@ -1,8 +1,8 @@
 """Keys and values of a beam tree, each stored once. This folder knows nothing of scores.
 
-Read in this order: `index` (which slot holds which token of which beam), `layers` (the pools), `cache` (what
-transformers sees), then the folded read: `step` (what is running), `mask` (who sees which slot), `attention`, `borrow`
-(how the model comes to call it).
+Read in this order: `index` (which slot holds which token of which beam), `layers` (the pools), `packing` (pools in
+fewer bytes), `cache` (what transformers sees), then the folded read: `step` (what is running), `mask` (who sees which
+slot), `attention`, `borrow` (how the model comes to call it).
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -11,12 +11,14 @@ from .attention import folded_attention
 from .borrow import NAME, attention_before, attention_configs
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
 from .mask import pool_mask
+from .packing import KV_DTYPES, stored_dtype
 from .step import CannotFoldError, FoldedStep
 
 AttentionInterface.register(NAME, folded_attention)
 AttentionMaskInterface.register(NAME, pool_mask)
 
 __all__ = [
+    "KV_DTYPES",
     "CacheUsage",
     "CannotFoldError",
     "FoldedStep",
@@ -25,4 +27,5 @@ __all__ = [
     "adopt_prefix",
     "attention_before",
     "attention_configs",
+    "stored_dtype",
 ]

@@ -110,6 +110,7 @@ def _pool_mask(
     A window is applied whatever the mask says: some models leave it to the cache, which forgets what is outside.
     """
     newest = step.index.newest_position
+    dropped = step.index.slots_in_use - key.shape[2]  # of a prompt longer than the window
 
     def make() -> torch.Tensor:
         if mask is None:
@@ -123,9 +124,9 @@ def _pool_mask(
         if window is not None and newest >= window:
             outside = (step.positions() <= newest - window)[:, None, None, :].to(key.device)
             additive = additive.masked_fill(outside, -torch.inf)
-        return _fold_mask(additive, groups)
+        return _fold_mask(additive[..., dropped:], groups)
 
-    return step.memo(("pool", id(mask), id(bias), groups, window, key.dtype, key.device), (mask, bias), make)
+    return step.memo(("pool", id(mask), id(bias), groups, window, dropped, key.dtype, key.device), (mask, bias), make)
 
 
 def _cross_mask(

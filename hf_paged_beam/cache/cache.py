@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from .. import versions
 from ..versions import PreTrainedConfig
+from .beside_keys import IndexedPoolLayer, RecurrentPoolLayer
 from .index import BeamIndex
 from .layers import CrossLayer, PoolLayer, one_row_per_prompt
+from .packing import stored_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class CacheUsage:
         free: slots in use that no beam sees; they are reused first.
         bytes_held: bytes of key and value storage, spare room and cross-attention included.
         bytes_live: bytes of the live slots and of the cross-attention.
-        bytes_separate: bytes that `num_beams` separate sequences per prompt would hold.
+        bytes_separate: bytes that `num_beams` separate sequences per prompt would hold, each layer what it must: with a
+            sliding window, the last tokens.
     """
 
     slots: int
@@ -56,8 +59,9 @@ class BeamVerbs:
         raise NotImplementedError
 
     def row_layers(self) -> list[Any]:
-        """Layers of transformers' own that keep one row per beam (recurrent state and the like)."""
-        return [layer for layer in self._decoder_layers() if not isinstance(layer, PoolLayer)]
+        """What keeps one row per beam: layers of transformers' own, and states that pool layers have beside keys."""
+        kept = [layer.state if isinstance(layer, PoolLayer) else layer for layer in self._decoder_layers()]
+        return [layer for layer in kept if layer is not None]
 
     def _decoder_layers(self) -> list[Any]:
         raise NotImplementedError
@@ -74,7 +78,8 @@ class BeamVerbs:
     @property
     def can_fold(self) -> bool:
         """Whether every attention layer of this cache lives in the pool."""
-        return not any(versions.is_attention(layer) for layer in self.row_layers())
+        rows = any(versions.is_attention(layer) for layer in self.row_layers())
+        return not rows and all(layer.can_fold for layer in self._pool_layers())
 
     def begin_decode(self, batch_size: int, device: torch.device) -> None:
         """Close the prompt: `num_beams` beams per prompt stand at its end.
@@ -93,11 +98,15 @@ class BeamVerbs:
         if len(lengths) > 1:
             raise NotImplementedError(f"its attention layers keep prompts of different lengths, {lengths}")
         length = lengths[0] if lengths else 0
-        for layer in self.indexed_layers():
-            layer.wide_prompt = False
-        self.index.begin_decode(batch_size, length, device)
+        self._end_prompt(batch_size, length, device)
         if self.row_layers():
             self._widen_row_layers(batch_size, device)
+
+    def _end_prompt(self, batch_size: int, length: int, device: torch.device) -> None:
+        self.accept_wide_prompt(False)
+        for layer in self.indexed_layers():
+            layer.end_prompt()
+        self.index.begin_decode(batch_size, length, device)
 
     def _widen_row_layers(self, batch_size: int, device: torch.device) -> None:
         """Give every beam its row of the layers that keep rows, by their own `reorder_cache`."""
@@ -135,9 +144,15 @@ class BeamVerbs:
         for layer in self.indexed_layers():
             layer.rewind()
         if row_layers is not None:
-            layers = self._decoder_layers()
-            copies = iter(row_layers)
-            layers[:] = [layer if isinstance(layer, PoolLayer) else next(copies) for layer in layers]
+            self._put_row_layers(row_layers)
+
+    def _put_row_layers(self, row_layers: list[Any]) -> None:
+        layers, copies = self._decoder_layers(), iter(row_layers)
+        for number, layer in enumerate(layers):
+            if not isinstance(layer, PoolLayer):
+                layers[number] = next(copies)
+            elif layer.state is not None:
+                layer.state = next(copies)
 
     def sample(self, batch_size: int, num_beams: int) -> Any:
         """A cache of the first beams of the first prompts, just after the prompt: what happens to it stays with it.
@@ -178,7 +193,6 @@ class BeamVerbs:
     def usage(self) -> CacheUsage:
         """Count slots and bytes; reads values on the host, so not for use inside a search."""
         layers = self._pool_layers()
-        per_token = sum(layer.bytes_per_token() for layer in layers)
         length = max((layer.length for layer in layers), default=0)
         index = self.index
         cross = [layer for layer in self.indexed_layers() if isinstance(layer, CrossLayer)]
@@ -193,8 +207,9 @@ class BeamVerbs:
             live=live,
             free=slots - live,
             bytes_held=self.held_bytes(),
-            bytes_live=live * per_token + cross_bytes,
-            bytes_separate=rows * self.num_beams * length * per_token + cross_bytes * self.num_beams,
+            bytes_live=sum((live - rows * layer.dropped) * layer.bytes_per_token() for layer in layers) + cross_bytes,
+            bytes_separate=self.num_beams
+            * (sum(rows * layer.length_shown * layer.bytes_per_token() for layer in layers) + cross_bytes),
         )
 
     def check(self) -> None:
@@ -206,7 +221,7 @@ class BeamVerbs:
             steps = layer.length - self.index.prompt_length
             if steps not in (self.index.paths.shape[1], self.index.paths.shape[1] - 1):
                 raise AssertionError(f"{layer} wrote {steps} steps, the index knows {self.index.paths.shape[1]}")
-            written = layer._keys.shape[2] - self.index.prompt_length
+            written = layer._keys.shape[2] + layer.dropped - self.index.prompt_length
             if steps and written < int(self.index.paths[:, :steps].max()) + 1:
                 raise AssertionError(f"{layer} has {written} tree slots, a path names a higher one")
         usage = self.usage()
@@ -234,9 +249,8 @@ class BeamVerbs:
                 f"the cache was made for num_beams={self.num_beams}, but generate() reorders beams of another number. "
                 f"Make the cache with the num_beams that generate() is called with."
             )
-        self.accept_wide_prompt(False)
         length = max((layer.length for layer in self._pool_layers()), default=0)
-        self.index.begin_decode(parents.shape[0] // self.num_beams, length, parents.device)
+        self._end_prompt(parents.shape[0] // self.num_beams, length, parents.device)
 
 
 class PagedBeamCache(BeamVerbs, Cache):
@@ -246,13 +260,17 @@ class PagedBeamCache(BeamVerbs, Cache):
         config: the model's configuration. For an encoder-decoder configuration the object made is a
             `PagedBeamEncoderDecoderCache`.
         num_beams: `W`, beams per prompt, at least 1.
+        kv_dtype: what keys and values are stored as: "float16", "bfloat16", "int8" or "float8_e4m3fn" (the last two
+            with a scale per token and head), or that torch.dtype; None for the model's own. The prompt's own pass
+            computes with what it made, later steps with what was stored.
         stock_layers: the empty layers that transformers would use, where they were already made.
 
     As ``model.generate(..., num_beams=W, past_key_values=PagedBeamCache(model.config, num_beams=W))`` it serves
     transformers' own search; ``custom_generate="hf_paged_beam"`` makes its own.
 
     Raises:
-        ValueError: if `num_beams` is no positive integer, and, while in use, if rows show another `num_beams`.
+        ValueError: if `num_beams` is no positive integer or `kv_dtype` unknown, and, while in use, if rows show
+            another `num_beams`.
     """
 
     def __new__(cls, config: PreTrainedConfig | None = None, num_beams: int = 1, **kwargs):
@@ -260,14 +278,23 @@ class PagedBeamCache(BeamVerbs, Cache):
             return PagedBeamEncoderDecoderCache(config, num_beams, **kwargs)
         return super().__new__(cls)
 
-    def __init__(self, config: PreTrainedConfig, num_beams: int, *, stock_layers: list[Any] | None = None):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        num_beams: int,
+        *,
+        kv_dtype: str | torch.dtype | None = None,
+        stock_layers: list[Any] | None = None,
+    ):
         if isinstance(num_beams, bool) or not isinstance(num_beams, (int, Integral)) or num_beams < 1:
             raise ValueError(f"num_beams must be an integer of at least 1, but got {num_beams!r}")
         self.index = BeamIndex(int(num_beams))
+        self.kv_dtype = stored_dtype(kv_dtype)
         stock_layers = versions.stock_layers(config) if stock_layers is None else stock_layers
         layers = [self._our_layer(layer) for layer in stock_layers]
         self._grows = not layers
         super().__init__(layers=layers)
+        self._empty_row_layers = copy.deepcopy(self.row_layers())
         self._stock_driven = True
         self._config = config
         self.accept_wide_prompt(True)
@@ -277,7 +304,7 @@ class PagedBeamCache(BeamVerbs, Cache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while self._grows and len(self.layers) <= layer_idx:
-            layer = PoolLayer(self.index)
+            layer = PoolLayer(self.index, stored=self.kv_dtype)
             layer.wide_prompt = self._stock_driven and not self.index.decoding
             self.layers.append(layer)
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
@@ -296,11 +323,11 @@ class PagedBeamCache(BeamVerbs, Cache):
         sample = copy.copy(self)
         sample.index, sample.layers = index, []
         for layer in self.layers:
-            if isinstance(layer, PoolLayer):
-                sample.layers.append(layer.of_first_prompts(index))
-            else:
-                sample.layers.append(copy.deepcopy(layer))
-                sample.layers[-1].reorder_cache(rows)
+            pooled = isinstance(layer, PoolLayer)
+            sample.layers.append(layer.of_first_prompts(index) if pooled else copy.deepcopy(layer))
+            if pooled and layer.state is not None:
+                sample.layers[-1].state = copy.deepcopy(layer.state)
+        sample._reorder_rows(rows)
         return sample
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -310,6 +337,7 @@ class PagedBeamCache(BeamVerbs, Cache):
     def reset(self) -> None:
         """Forget all tokens; the cache is as new."""
         super().reset()
+        self._put_row_layers(copy.deepcopy(self._empty_row_layers))  # their own `reset` keeps a row per beam
         self.index.reset()
         self.accept_wide_prompt(True)
 
@@ -319,9 +347,10 @@ class PagedBeamCache(BeamVerbs, Cache):
         for number, layer in enumerate(self.layers):
             if not isinstance(layer, PoolLayer):
                 dynamic.layers[number] = copy.deepcopy(layer)
-            elif layer.is_initialized:
-                dynamic.update(layer.keys, layer.values, number)
-                versions.set_length(dynamic.layers[number], layer.length)
+                continue
+            if len(dynamic.layers) <= number:  # a configuration that tells nothing of layers
+                dynamic.layers.append(DynamicLayer())
+            layer.give_rows(dynamic.layers[number])
         return dynamic
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
@@ -329,22 +358,28 @@ class PagedBeamCache(BeamVerbs, Cache):
             yield layer.keys, layer.values, None
 
     def _our_layer(self, stock_layer: Any) -> Any:
+        kind = (self.index, getattr(stock_layer, "sliding_window", None), self.kv_dtype)
         if versions.is_plain_attention(stock_layer):
-            return PoolLayer(self.index, getattr(stock_layer, "sliding_window", None))
+            return PoolLayer(*kind)
+        if versions.is_attention_with_state(stock_layer):
+            return RecurrentPoolLayer(*kind, state=versions.state_alone(stock_layer))
+        if versions.is_indexed_attention(stock_layer):
+            return IndexedPoolLayer(*kind)
         return stock_layer
 
 
 class _CrossCache(Cache):
     """Cross-attention layers, made as the model asks for them."""
 
-    def __init__(self, index: BeamIndex):
+    def __init__(self, index: BeamIndex, stored: torch.dtype | None):
         self.wide_prompt = False
         self.index = index
+        self._stored_dtype = stored
         super().__init__(layers=[])
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
-            layer = CrossLayer(self.index)
+            layer = CrossLayer(self.index, self._stored_dtype)
             layer.wide_prompt = self.wide_prompt
             self.layers.append(layer)
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
@@ -363,14 +398,22 @@ class PagedBeamEncoderDecoderCache(BeamVerbs, EncoderDecoderCache):
     Args:
         config: the model's configuration.
         num_beams: `W`, beams per prompt, at least 1.
+        kv_dtype: as in `PagedBeamCache`; the cross-attention's keys and values are stored so too.
         stock_layers: the empty layers that transformers would use for the decoder, where they were already made.
     """
 
-    def __init__(self, config: PreTrainedConfig, num_beams: int, *, stock_layers: list[Any] | None = None):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        num_beams: int,
+        *,
+        kv_dtype: str | torch.dtype | None = None,
+        stock_layers: list[Any] | None = None,
+    ):
         self_attention = PagedBeamCache.__new__(PagedBeamCache)
-        self_attention.__init__(config, num_beams, stock_layers=stock_layers)
-        self.index = self_attention.index
-        super().__init__(self_attention, _CrossCache(self.index))
+        self_attention.__init__(config, num_beams, kv_dtype=kv_dtype, stock_layers=stock_layers)
+        self.index, self.kv_dtype = self_attention.index, self_attention.kv_dtype
+        super().__init__(self_attention, _CrossCache(self.index, self.kv_dtype))
         self.accept_wide_prompt(True)
 
     def __repr__(self) -> str:
@@ -427,7 +470,9 @@ def _describe(cache: BeamVerbs, name: str, layers: int) -> str:
     )
 
 
-def adopt_prefix(prefix: Cache, config: PreTrainedConfig, num_beams: int, batch_size: int) -> Any:
+def adopt_prefix(
+    prefix: Cache, config: PreTrainedConfig, num_beams: int, batch_size: int, kv_dtype: torch.dtype | None = None
+) -> Any:
     """A `PagedBeamCache` that begins with the keys and values of another cache, which stays as it is.
 
     Args:
@@ -435,12 +480,13 @@ def adopt_prefix(prefix: Cache, config: PreTrainedConfig, num_beams: int, batch_
         config: the model's configuration.
         num_beams: `W`.
         batch_size: `B`.
+        kv_dtype: as in `PagedBeamCache`.
 
     Raises:
         ValueError: if the number of rows is neither, or rows of one prompt differ.
         NotImplementedError: if the prefix holds anything but whole keys and values of attention layers.
     """
-    cache = PagedBeamCache(config, num_beams)
+    cache = PagedBeamCache(config, num_beams, kv_dtype=kv_dtype)
     cache.accept_wide_prompt(False)
     ours, theirs = cache, prefix
     if isinstance(prefix, EncoderDecoderCache):

@@ -16,6 +16,7 @@ from the table, not counted: a slot is live if some path names it.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class BeamIndex:
             is smaller.
         slots_in_use: ``prompt_length + tree_slots``, the part of each pool that is read.
         folded: whether layers answer with the pool (for the folded attention) or with one row per beam.
-        handed: in a folded step, the key tensors that layers gave to the model, by identity, with their layer.
+        handed: in a folded step, the key tensors that layers gave to the model, by identity, with their layer. They
+            are not kept alive: where keys are unpacked, there is one layer's at a time.
+        handing: the layers that gave any, by identity.
     """
 
     def __init__(self, num_beams: int):
@@ -51,7 +54,8 @@ class BeamIndex:
         self.paths = torch.empty(0, 0, dtype=torch.int64)
         self._write_slots = self._wanted = torch.empty(0, 0, dtype=torch.int64)
         self.folded = False
-        self.handed: dict[int, tuple[torch.Tensor, Any]] = {}
+        self.handed: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self.handing: dict[int, Any] = {}
 
     def begin_decode(self, batch_size: int, prompt_length: int, device: torch.device) -> None:
         """Close the prompt: from here on there are `num_beams` beams per prompt, all at the prompt's end."""
@@ -79,6 +83,11 @@ class BeamIndex:
         """Tell the highest tree slot that the last `fork` gave. Slots once used stay counted."""
         self.tree_slots = max(self.tree_slots, highest_slot + 1)
         self.slots_in_use = self.prompt_length + self.tree_slots
+
+    def note_handed(self, keys: torch.Tensor, layer: Any) -> None:
+        """In a folded step: these very keys go to the model."""
+        self.handed[id(keys)] = (weakref.ref(keys), layer)
+        self.handing[id(layer)] = layer
 
     def drop_pending(self) -> None:
         """Take back the slots that the last `fork` gave."""

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import versions
 from .index import BeamIndex
+from .packing import Packing
 
 GROWTH, LEAST_SPARE = 8, 8
 """A pool that must grow is made larger than it must be by one part in `GROWTH`, and by `LEAST_SPARE` slots at least, so
@@ -59,12 +60,17 @@ class _IndexedLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, index: BeamIndex):
+    STORED: tuple[str, ...] = ("_keys", "_values")
+    """Names of the tensors with one row per prompt, ``[B, heads, S, D]``."""
+
+    def __init__(self, index: BeamIndex, stored: torch.dtype | None = None):
         # The base class assigns `keys` and `values`, which are computed here.
         self.index = index
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self.wide_prompt = False
+        self._stored_dtype = stored
+        self._packing: Packing | None = None  # known when the first keys come
 
     @property
     def is_initialized(self) -> bool:
@@ -75,7 +81,7 @@ class _IndexedLayer(CacheLayerMixin):
         """Keys as the model must see them now; see the module's header."""
         keys = self.read(self._keys)
         if self.index.folded and keys is not None:
-            self.index.handed[id(keys)] = (keys, self)
+            self.index.note_handed(keys, self)
         return keys
 
     @property
@@ -96,7 +102,8 @@ class _IndexedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self._keys = self._values = None
+        for name in self.STORED:
+            setattr(self, name, None)
         self.wide_prompt = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -104,13 +111,14 @@ class _IndexedLayer(CacheLayerMixin):
 
     def held_bytes(self) -> int:
         """Bytes of key and value storage."""
-        stored = (self._keys, self._values)
-        return sum(tensor.numel() * tensor.element_size() for tensor in stored if tensor is not None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._held())
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's key and value."""
-        stored = (self._keys, self._values)
-        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in stored if tensor is not None)
+        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in self._held())
+
+    def _held(self) -> list[torch.Tensor]:
+        return [stored for name in self.STORED if (stored := getattr(self, name)) is not None]
 
     def of_first_prompts(self, index: BeamIndex) -> Any:
         """The same layer under another index, with the first of its prompts; it must not be written in decode before.
@@ -120,12 +128,28 @@ class _IndexedLayer(CacheLayerMixin):
         """
         layer = copy.copy(self)
         layer.index = index
-        if self._keys is not None and self._values is not None:
-            layer._keys, layer._values = self._keys[: index.batch_size], self._values[: index.batch_size]
+        for name in self.STORED:
+            stored = getattr(self, name)
+            setattr(layer, name, None if stored is None else stored[: index.batch_size])
         return layer
 
+    def give_rows(self, stock_layer: Any) -> None:
+        """Put what this layer holds into an empty layer of transformers, as one row per beam; all data is copied."""
+        if self.is_initialized:
+            stock_layer.update(self.keys, self.values)
+            versions.set_length(stock_layer, self.get_seq_length())
+
     def _keep_prompt(self, states: torch.Tensor) -> torch.Tensor:
-        return one_row_per_prompt(states, self.index.num_beams) if self.wide_prompt else states
+        rows = one_row_per_prompt(states, self.index.num_beams) if self.wide_prompt else states
+        if self._packing is None and self._stored_dtype not in (None, states.dtype):
+            self._packing = Packing(self._stored_dtype, states.dtype)
+        return self._packed(rows)
+
+    def _packed(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self._packing is None else self._packing.pack(states)
+
+    def _unpacked(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored if self._packing is None else self._packing.unpack(stored)
 
     def _as_rows(self, states: torch.Tensor) -> torch.Tensor:
         """``[B, ...]`` to ``[B·W, ...]``: a view where there is one prompt, else a copy."""
@@ -138,15 +162,26 @@ class PoolLayer(_IndexedLayer):
 
     Args:
         index: the table shared by all layers.
-        sliding_window: the layer's window in tokens, or None. All slots are kept, and in a folded step the mask decides
-            what is seen; otherwise the layer shows what transformers' sliding layer would: the last window of tokens.
+        sliding_window: the layer's window in tokens, or None. The part of the prompt that no further token sees is
+            dropped when the prompt is complete. In a folded step the mask decides what is seen of the rest; otherwise
+            the layer shows what transformers' sliding layer would: the last window of tokens.
+        stored: dtype that keys and values are stored in; None for the model's own.
+
+    Attributes:
+        length: cache positions written: the prompt's, then one per step.
+        dropped: slots of the prompt, from the first on, that are kept no more. The pool begins with the next one.
+        state: what the layer keeps in one row per beam, with a `reorder_cache`; None in a plain layer.
     """
 
-    def __init__(self, index: BeamIndex, sliding_window: int | None = None):
-        super().__init__(index)
+    can_fold = True
+    state: Any = None
+
+    def __init__(self, index: BeamIndex, sliding_window: int | None = None, stored: torch.dtype | None = None):
+        super().__init__(index, stored)
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
-        self.length = 0  # cache positions written: the prompt's, then one per step
+        self.length = 0
+        self.dropped = 0
 
     def __repr__(self) -> str:
         shape = None if self._keys is None else tuple(self._keys.shape)
@@ -175,9 +210,18 @@ class PoolLayer(_IndexedLayer):
         if self._keys is None or self._values is None:
             raise RuntimeError("a layer that took no part in the prompt got a beam's keys")
         slots = self.index.write_slots()  # [B, W]
-        self._keys = self._store(self._keys, key_states, slots)
-        self._values = self._store(self._values, value_states, slots)
+        self._keys = self._store(self._keys, self._packed(key_states), slots)
+        self._values = self._store(self._values, self._packed(value_states), slots)
         self.length = self.index.prompt_length + self.index.paths.shape[1]
+
+    def end_prompt(self) -> None:
+        """Keep of the prompt what further tokens can see."""
+        self.wide_prompt = False
+        self.dropped = self._first_shown()
+        if self.dropped:
+            for name in self.STORED:
+                stored = getattr(self, name)
+                setattr(self, name, None if stored is None else stored[:, :, self.dropped :].contiguous())
 
     def rewind(self) -> None:
         """Undo the last `write`, so that the same step can be run again."""
@@ -188,11 +232,14 @@ class PoolLayer(_IndexedLayer):
         if stored is None:
             return None
         if self.index.decoding and self.index.folded:
-            return stored.narrow(2, 0, self.index.slots_in_use)
+            return self._unpacked(stored.narrow(2, 0, self.index.slots_in_use - self.dropped))
         first = self._first_shown() if first is None else first
         if self.index.decoding:
-            return self._gather(stored, first)
-        prompt = stored[:, :, first:]
+            return self._unpacked(self._gather(stored, first, self.length))
+        return self._read_prompt(stored, first)
+
+    def _read_prompt(self, stored: torch.Tensor, first: int) -> torch.Tensor:
+        prompt = self._unpacked(stored[:, :, first:])
         return self._as_rows(prompt) if self.wide_prompt else prompt
 
     def get_seq_length(self) -> int:
@@ -201,6 +248,11 @@ class PoolLayer(_IndexedLayer):
     def get_mask_sizes(self, queries: int | torch.Tensor) -> tuple[int, int]:
         first = self._first_shown()
         return self.length + versions.query_length(queries) - first, first
+
+    @property
+    def length_shown(self) -> int:
+        """How many of a sequence's tokens a next token may see."""
+        return self.length - self._first_shown()
 
     def _first_shown(self) -> int:
         """First cache position that a query after the present tokens may see."""
@@ -211,14 +263,12 @@ class PoolLayer(_IndexedLayer):
         if self._keys is None or self._values is None:
             return None, None
         if self.index.folded:
-            keys = self._keys.narrow(2, 0, self.index.slots_in_use)
-            self.index.handed[id(keys)] = (keys, self)
-            return keys, self._values.narrow(2, 0, self.index.slots_in_use)
+            return self.keys, self.values
         return self.read(self._keys, first), self.read(self._values, first)
 
     def reset(self) -> None:
         super().reset()
-        self.length = 0
+        self.length = self.dropped = 0
 
     def _append_prompt(self, key_states: torch.Tensor, value_states: torch.Tensor):
         key_rows, value_rows = self._keep_prompt(key_states), self._keep_prompt(value_states)
@@ -234,7 +284,9 @@ class PoolLayer(_IndexedLayer):
 
     def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Write ``[B·W, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[B, W]``; the pool grows if it must."""
-        needed = self.index.slots_in_use
+        needed = self.index.slots_in_use - self.dropped
+        if self.dropped:
+            slots = slots - self.dropped
         if pool.shape[2] < needed:
             pool = self._grown(pool, needed + max(needed // GROWTH, LEAST_SPARE))
         if slots.device != pool.device:
@@ -254,9 +306,9 @@ class PoolLayer(_IndexedLayer):
         larger[:, :, : pool.shape[2]] = pool
         return larger
 
-    def _gather(self, stored: torch.Tensor, first: int) -> torch.Tensor:
+    def _gather(self, stored: torch.Tensor, first: int, length: int) -> torch.Tensor:
         """``[B, Hkv, S, D]`` to ``[B·W, Hkv, length - first, D]``."""
-        rows = self.index.rows(self.length)[..., first:].to(stored.device)  # [B, W, length - first]
+        rows = self.index.rows(length)[..., first:].to(stored.device) - self.dropped  # [B, W, length - first]
         batch, heads, slots, size = stored.shape
         first_slot = torch.arange(0, batch * heads * slots, slots, device=stored.device).view(batch, 1, heads, 1)
         places = (first_slot + rows.unsqueeze(2)).flatten()  # [B·W·Hkv·(length - first)] rows of the pool laid flat
@@ -278,16 +330,20 @@ class CrossLayer(_IndexedLayer):
         return key_states, value_states
 
     def read(self, stored: torch.Tensor | None) -> torch.Tensor | None:
-        if stored is None or (self.index.decoding and self.index.folded):
-            return stored
-        wide = self.index.decoding or self.wide_prompt
-        return self._as_rows(stored) if wide else stored
+        if stored is None:
+            return None
+        wide = (self.index.decoding or self.wide_prompt) and not self.index.folded
+        states = self._unpacked(stored)
+        return self._as_rows(states) if wide else states
 
     def get_seq_length(self) -> int:
         return 0 if self._keys is None else self._keys.shape[-2]
 
     def get_mask_sizes(self, queries: int | torch.Tensor) -> tuple[int, int]:
         return self.get_seq_length(), 0
+
+    def end_prompt(self) -> None:
+        self.wide_prompt = False
 
     def rewind(self) -> None:
         """Nothing was written."""

@@ -65,6 +65,7 @@ class FoldedStep:
         _current.reset(self._outer)
         self.index.folded = False
         self.index.handed.clear()
+        self.index.handing.clear()
 
     def visible(self) -> torch.Tensor:
         """``[B, W, S]`` bool: the slots that each beam's path names."""
@@ -88,11 +89,11 @@ class FoldedStep:
 
     def layer_that_handed(self, key: torch.Tensor) -> PoolLayer | CrossLayer | None:
         """The layer whose keys these very tensor is, if it came from the cache in this step; its use is noted."""
-        handed = self.index.handed.get(id(key))
-        if handed is None:
+        keys, layer = self.index.handed.get(id(key), (None, None))
+        if keys is None or keys() is not key:
             return None
-        self._attended.add(id(handed[1]))
-        return handed[1]
+        self._attended.add(id(layer))
+        return layer
 
     def is_made_of_the_pool(self, key: torch.Tensor, rows: int, mask: torch.Tensor | None) -> bool:
         """Whether the model computed these keys slot by slot from what the cache handed out; their use is noted.
@@ -119,14 +120,13 @@ class FoldedStep:
         """
         if layer is not None:
             return layer.sliding_window
-        if any(getattr(handed, "sliding_window", None) for _, handed in self.index.handed.values()):
+        if any(getattr(handing, "sliding_window", None) for handing in self.index.handing.values()):
             raise CannotFoldError("the model remakes keys of layers with a window")
         return None
 
     def all_attended(self) -> bool:
         """Whether the attention function received the keys of every layer that handed keys to the model."""
-        layers = len({id(layer) for _, layer in self.index.handed.values()})
-        return len(self._attended) + self._made_of_the_pool == layers
+        return len(self._attended) + self._made_of_the_pool == len(self.index.handing)
 
     def memo(self, key: tuple, sources: tuple, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Compute once per step; `sources` are kept alive so that an identity in `key` stays theirs."""

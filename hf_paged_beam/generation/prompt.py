@@ -43,7 +43,12 @@ def reason_to_hand_over(
     """
     if not use_cache:
         return "use_cache=False recomputes every token, so that nothing is cached"
-    if cache_implementation in ("quantized", "offloaded", "offloaded_static"):
+    if cache_implementation == "quantized":
+        return (
+            "cache_implementation='quantized' rounds the keys of all beams together, window by window, which a pool "
+            "cannot repeat; kv_dtype='int8' rounds each token by itself"
+        )
+    if cache_implementation in ("offloaded", "offloaded_static"):
         return f"cache_implementation={cache_implementation!r} stores keys in a way that a pool does not"
     if hasattr(model, "_reorder_cache"):
         return f"{type(model).__name__} reorders its cache in a way of its own"
@@ -59,7 +64,14 @@ def reason_to_hand_over(
     return None
 
 
-def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict[str, Any], batch_size: int) -> Any:
+def prepare_cache(
+    model: GenerativeModel,
+    config: GenerationConfig,
+    kwargs: dict[str, Any],
+    batch_size: int,
+    *,
+    kv_dtype: torch.dtype | None,
+) -> Any:
     """Our cache for this search, holding the prefix that the caller's cache holds, if any.
 
     Raises:
@@ -75,24 +87,34 @@ def prepare_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict
     if reason is not None:
         raise HandOver(reason)
     if given is not None and versions.has_seen_tokens(given):
-        return _adopt(given, model, config.num_beams, batch_size)
+        return _adopt(given, model, config.num_beams, batch_size, kv_dtype)
     if isinstance(given, _OURS):
         if given.num_beams != config.num_beams:
             raise ValueError(
                 f"the given cache was made for num_beams={given.num_beams}, but the call has "
                 f"num_beams={config.num_beams}. Make it with the num_beams of the call."
             )
+        if kv_dtype not in (None, given.kv_dtype):
+            raise ValueError(
+                f"the given cache was made with kv_dtype={given.kv_dtype}, but the call has kv_dtype={kv_dtype}. "
+                f"Leave kv_dtype out of the call, or make the cache with it."
+            )
         cache = given
     else:
-        cache = PagedBeamCache(model.config, config.num_beams, stock_layers=versions.dynamic_layers(given))
+        layers = versions.dynamic_layers(given)
+        cache = PagedBeamCache(model.config, config.num_beams, kv_dtype=kv_dtype, stock_layers=layers)
     cache.accept_wide_prompt(False)
     return cache
 
 
-def _adopt(given: Cache, model: GenerativeModel, num_beams: int, batch_size: int) -> Any:
+def _adopt(given: Cache, model: GenerativeModel, num_beams: int, batch_size: int, kv_dtype: torch.dtype | None) -> Any:
     try:
-        return adopt_prefix(given, model.config, num_beams, batch_size)
+        return adopt_prefix(given, model.config, num_beams, batch_size, kv_dtype or getattr(given, "kv_dtype", None))
     except NotImplementedError as error:
+        if isinstance(given, _OURS):
+            raise ValueError(
+                f"{error}. Pass {versions.CACHE_ARGUMENT}=cache.to_dynamic() for transformers' own search to continue."
+            ) from error
         raise HandOver(str(error)) from error
 
 

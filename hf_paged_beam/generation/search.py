@@ -85,7 +85,9 @@ class BeamSearch:
         self.settings = call.settings
         self.batch_size, self.prompt_length = call.input_ids.shape[:2]
         self.device = call.input_ids.device
-        self.cache = prepare_cache(call.model, call.config, call.model_kwargs, self.batch_size)
+        self.cache = prepare_cache(
+            call.model, call.config, call.model_kwargs, self.batch_size, kv_dtype=self.settings.kv_dtype
+        )
         self.process = ProcessedScores(call.processors, self.settings.num_beams)
         self.stopping = CandidateStopping(call.criteria)
         self.tables = LengthTables(

@@ -8,6 +8,7 @@ from numbers import Integral
 import torch
 from transformers import GenerationConfig
 
+from ..cache import stored_dtype
 from .lengths import LENGTH_NORMALIZATIONS
 
 EARLY_STOPPING = (True, False, "never")
@@ -26,7 +27,7 @@ def check_counts(num_beams: object, num_return_sequences: object) -> None:
         )
 
 
-def check_options(length_normalization: object, beam_attention: object) -> None:
+def check_options(length_normalization: object, beam_attention: object, kv_dtype: object = None) -> None:
     """Raise `ValueError` unless this package's own keywords have values that it knows."""
     if length_normalization not in LENGTH_NORMALIZATIONS:
         raise ValueError(
@@ -37,6 +38,7 @@ def check_options(length_normalization: object, beam_attention: object) -> None:
         raise ValueError(
             f"beam_attention must be one of {', '.join(map(repr, BEAM_ATTENTION))}, but got {beam_attention!r}"
         )
+    stored_dtype(kv_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class SearchSettings:
         length_penalty: exponent of the length form.
         length_normalization: "length", "gnmt" or "none".
         beam_attention: "auto", "folded" or "gathered".
+        kv_dtype: what keys and values are stored as; None for the model's own dtype.
         return_dict, output_scores, output_logits, output_attentions, output_hidden_states: what to return.
     """
 
@@ -67,6 +70,7 @@ class SearchSettings:
     length_penalty: float
     length_normalization: str
     beam_attention: str
+    kv_dtype: torch.dtype | None
     return_dict: bool
     output_scores: bool
     output_logits: bool
@@ -81,7 +85,13 @@ class SearchSettings:
 
     @classmethod
     def from_config(
-        cls, config: GenerationConfig, prompt_length: int, *, length_normalization: str, beam_attention: str
+        cls,
+        config: GenerationConfig,
+        prompt_length: int,
+        *,
+        length_normalization: str,
+        beam_attention: str,
+        kv_dtype: str | torch.dtype | None = None,
     ) -> SearchSettings:
         """Read transformers' prepared configuration.
 
@@ -94,7 +104,7 @@ class SearchSettings:
         """
         num_return = 1 if config.num_return_sequences is None else config.num_return_sequences
         check_counts(config.num_beams, num_return)
-        check_options(length_normalization, beam_attention)
+        check_options(length_normalization, beam_attention, kv_dtype)
         early = False if config.early_stopping is None else config.early_stopping
         if early not in EARLY_STOPPING or (isinstance(early, int) and not isinstance(early, bool)):
             raise ValueError(f"early_stopping must be True, False or 'never', but got {early!r}")
@@ -114,6 +124,7 @@ class SearchSettings:
             length_penalty=1.0 if config.length_penalty is None else float(config.length_penalty),
             length_normalization=length_normalization,
             beam_attention=beam_attention,
+            kv_dtype=stored_dtype(kv_dtype),
             return_dict=wants,
             output_scores=wants and bool(config.output_scores),
             output_logits=wants and bool(config.output_logits),
