@@ -2,6 +2,7 @@
 
     python -m benchmarks.kv_dtype                                  # the pronunciation model, on its held-out words
     python -m benchmarks.kv_dtype --model tests/.models/smollm2    # a chat model, on the questions below
+    ... --record "pronunciation model"                             # also write benchmarks/results/kv_dtype.json
 
 Each stored dtype searches the same prompts. Its best sequences are scored anew by one forward pass in float32 without
 a cache, so that what is reported is what was lost, not what the rounded search believed:
@@ -14,6 +15,7 @@ a cache, so that what is reported is what was lost, not what the rounded search 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ import hf_paged_beam
 from hf_paged_beam import pronunciation
 from hf_paged_beam.cache import KV_DTYPES
 
+RESULTS = Path(__file__).parent / "results" / "kv_dtype.json"
 WORDS = (
     "abacus bewilder chrysalis daughter enough fuchsia gnome hierarchy isthmus jalapeno knight leisure mnemonic "
     "nuisance onomatopoeia pneumonia queue rendezvous subtle thorough unique vehicle wednesday xylophone yacht "
@@ -101,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a chat model of transformers' format")
     parser.add_argument("--num-beams", type=int, default=10)
+    parser.add_argument("--record", metavar="NAME", help="keep the rows among the results, under this model's name")
     arguments = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     rows = measure(*prompts(arguments.model), arguments.num_beams)
@@ -109,7 +113,37 @@ def main(argv: list[str] | None = None) -> int:
         same = f"{row['same']}/{row['prompts']}"
         print(f"{row['stored']:14s} {row['bytes']:6.2f} {same:>8s} {row['lost']:9.5f} {row['believed']:9.5f}")
     print(json.dumps(rows))
+    if arguments.record:
+        record(arguments.record, rows, arguments.num_beams)
     return 0
+
+
+def record(name: str, rows: list[dict[str, Any]], num_beams: int) -> None:
+    """Put the rows of one model among the committed results."""
+    kept = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+        "num_beams": num_beams,
+        "models": {**kept, name: rows},
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the docs."""
+    lines = [
+        "| model | stored as | bytes | best sequence the same | lost, nats per token | believed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in results["models"].items():
+        for row in rows:
+            lines.append(
+                f"| {name} | {row['stored']} | {row['bytes']:.2f} | {row['same']} of {row['prompts']} | "
+                f"{row['lost']:.4f} | {row['believed']:.4f} |"
+            )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

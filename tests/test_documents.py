@@ -6,8 +6,10 @@ import json
 import re
 from pathlib import Path
 
+from benchmarks import kv_dtype
 from benchmarks.memory import LLAMA_3_8B, bytes_per_token, search_usage
 from benchmarks.table import RESULTS, markdown
+from hf_paged_beam.cache import KV_DTYPES
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,6 +17,14 @@ ROOT = Path(__file__).parent.parent
 def test_the_readme_shows_the_committed_results() -> None:
     """Its table is made from the JSON."""
     assert markdown(json.loads(RESULTS.read_text())) in (ROOT / "README.md").read_text()
+
+
+def test_the_docs_show_what_fewer_bytes_cost() -> None:
+    """The table is made from the JSON, and names what can be asked for."""
+    results = json.loads(kv_dtype.RESULTS.read_text())
+    assert kv_dtype.markdown(results) in (ROOT / "docs" / "differences.md").read_text()
+    for rows in results["models"].values():
+        assert [row["stored"] for row in rows] == ["as computed", *KV_DTYPES]
 
 
 def test_memory_of_llama_3_8b() -> None:
