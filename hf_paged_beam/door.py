@@ -278,18 +278,35 @@ def _one_row_per_prompt(
             return type(given)(**{part: narrow(part, tensor) for part, tensor in given.items()})
         if isinstance(given, torch.Tensor) and given.dim():
             if given.dim() == 3 and name == "position_ids":
-                return given[:, ::width]
-            return given[::width] if given.shape[0] == rows else given
+                return given[:, ::width].contiguous()
+            return given[::width].contiguous() if given.shape[0] == rows else given  # models take views of them
         return given
 
-    uncertain = [name for name in ("mm_encoder_outputs", "pixel_values", "image_grid_thw") if model_kwargs.get(name)
-                 is not None]  # fmt: skip
+    uncertain = [name for name, given in model_kwargs.items() if _rows_are_uncertain(name, given, rows)]
     if uncertain:
         raise ValueError(
             f"custom_generate=hf_paged_beam.beam_search cannot tell which of the repeated {uncertain} belong to which "
             f"prompt. Use custom_generate='hf_paged_beam', which is called before inputs are repeated."
         )
-    return input_ids[::width], {name: narrow(name, given) for name, given in model_kwargs.items()}
+    return input_ids[::width].contiguous(), {name: narrow(name, given) for name, given in model_kwargs.items()}
+
+
+_LAID_FLAT = ("mm_encoder_outputs", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+"""Inputs that hold all images of a batch one after another, which transformers repeats in more than one way."""
+
+
+def _rows_are_uncertain(name: str, given: Any, rows: int) -> bool:
+    """Whether it cannot be told which rows of an input belong to which of `rows` beams."""
+    if given is None or name == "cache_position":
+        return False
+    if name in _LAID_FLAT:
+        return True
+    per_row = given.shape[1 if name == "position_ids" and given.dim() == 3 else 0] if _has_rows(given) else rows
+    return per_row not in (1, rows)
+
+
+def _has_rows(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and given.dim() > 0
 
 
 def _early_reason(model: GenerativeModel, arguments: dict[str, Any]) -> str | None:

@@ -122,6 +122,11 @@ def stock_layers(config: PreTrainedConfig) -> list[Any]:
     return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
 
 
+def dynamic_layer(sliding_window: int | None) -> Any:
+    """An empty growing layer as transformers makes it, with a window or without."""
+    return DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window=sliding_window)
+
+
 def makes_default_cache_itself(model: GenerativeModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a model that is given no cache makes a usual one in its forward pass (5.0), so that it can take ours.
 
@@ -234,6 +239,15 @@ def run_prompt(model: GenerativeModel, input_ids: torch.Tensor, config: Any, kwa
     if _PREFILL_COUNTS_ITERATIONS:
         return model._prefill(input_ids, config, kwargs, is_first_iteration=not config.is_assistant)
     return model._prefill(input_ids, config, kwargs)
+
+
+def counts_from(cache: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the next step's positions, where a version counts them beside the cache, go on from what the cache holds.
+
+    Where they do not, that version's masks hide the newest tokens.
+    """
+    positions = kwargs.get("cache_position")
+    return positions is None or int(positions[-1]) == cache.get_seq_length()  # host read: before the search
 
 
 def speaks_of_cached_tokens(mask_function: Callable, arguments: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from comparing import check_equal, check_same_call, real_scores, search_both
-from tiny_models import BUILDERS, EOS, VOCABULARY, prompts, tiny_model
+from tiny_models import BUILDERS, EOS, VOCABULARY, met_model, prompts, tiny_model
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -420,7 +420,7 @@ ALL, ONE_ROW, ONE_TOKEN = (slice(None), -1), (1, -1), (slice(None), -1, 7)
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_nan_in_the_logits(kind: str, step: int, where: tuple, setting: dict) -> None:
     """An error that names the step, counted from 1, and not a wrong answer; the next call works."""
-    model, inputs = tiny_model(kind), prompts(kind, 2)
+    model, inputs = met_model(kind), prompts(kind, 2)
     call = {**inputs, **BEAMS, "eos_token_id": None, **setting}
     nan, raised = float("nan"), pytest.raises(RuntimeError, match=rf"step {step + 1}\b.*NaN")
     with logits_replaced(model, step, where, nan), forward_rows(model) as rows, raised:
@@ -432,7 +432,7 @@ def test_nan_in_the_logits(kind: str, step: int, where: tuple, setting: dict) ->
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
 def test_infinite_logits(value: float) -> None:
     """A row without any finite logit has no probabilities; one forbidden token is nothing unusual."""
-    model, inputs = tiny_model("llama"), prompts("llama", 2)
+    model, inputs = met_model("llama"), prompts("llama", 2)
     with logits_replaced(model, 1, ALL, value), pytest.raises(RuntimeError, match="step 2"):
         generate(model, **inputs, **BEAMS)
     with logits_replaced(model, 1, ONE_TOKEN, float("-inf")):

@@ -25,6 +25,7 @@ from tiny_models import (
     EOS,
     PAD,
     VOCABULARY,
+    met_model,
     prompts,
     tiny_model,
 )
@@ -406,7 +407,7 @@ def test_a_comparison_leaves_out_rows_that_are_none(width: int) -> None:
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_the_prompt_is_run_once(kind: str, chunk: int | None) -> None:
     """Reports 27449, 31562 and 31564: the passes over the prompt see one row per prompt, not one per beam."""
-    model = tiny_model(kind)
+    model = met_model(kind)
     chunked = chunk is not None and kind in DECODER_ONLY and hasattr(model, "_prefill")  # 4.57 has no chunks for beams
     with forward_rows(model) as rows:
         search(model, prompts(kind, 4), num_beams=6, **({"prefill_chunk_size": chunk} if chunked else {}))
@@ -446,7 +447,7 @@ def test_many_beams_share_what_they_share(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_no_logits_of_an_earlier_step_are_kept(kind: str, setting: dict) -> None:
     """Report 30536: the logits of a step stayed alive through the next one. They are freed before the model runs."""
-    model, alive = tiny_model(kind), []
+    model, alive = met_model(kind), []
     earlier: list[weakref.ref] = []
     hooks = [
         model.register_forward_pre_hook(lambda *_: alive.append(sum(logits() is not None for logits in earlier))),
@@ -463,7 +464,7 @@ def test_keys_are_never_stored_twice() -> None:
 
     What is made in a decode step, temporary or not, is at most one layer's pool at a time (when it grows).
     """
-    model, width = tiny_model("llama"), 8
+    model, width = met_model("llama"), 8
     with watching(model) as watch:
         ours = search(model, prompts("llama", 2, 120), num_beams=width, num_return_sequences=width, eos_token_id=None)
     one_pool = max(layer._keys.numel() for layer in getattr(ours, CACHE_ARGUMENT).indexed_layers())
@@ -475,7 +476,7 @@ def test_bookkeeping_is_not_done_beam_by_beam() -> None:
     """Reports 20820, 21234 and 27436: slower than the model at large widths. 45 beams take as many operations as 3."""
 
     def operations(width: int) -> list[int]:
-        model = tiny_model("llama")
+        model = met_model("llama")
         with watching(model) as watch:
             search(model, prompts("llama", 2), num_beams=width, max_new_tokens=4, eos_token_id=None)
         phases = [phase for phase, *_ in watch.made]

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from comparing import search_both
-from tiny_models import BUILDERS, DECODER_ONLY, DECODERS, ENCODER_DECODER, VOCABULARY, path_of, prompts, tiny_model
+from tiny_models import (
+    BUILDERS,
+    DECODER_ONLY,
+    DECODERS,
+    ENCODER_DECODER,
+    VOCABULARY,
+    met_model,
+    path_of,
+    prompts,
+    tiny_model,
+)
 from torch.utils._pytree import tree_map_only
 from transformers import (
     EosTokenCriteria,
@@ -206,15 +216,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def every_kind_was_met() -> None:
-    """The first call of a kind of model tries both read paths, which is not what is counted here."""
-    for kind in BUILDERS:
-        inputs = prompts(kind, BATCH, PROMPT)
-        call = {"num_beams": WIDTH, "max_new_tokens": 2, "custom_generate": "hf_paged_beam"}
-        GenerationMixin.generate(tiny_model(kind), **inputs, **call)
-
-
 def watched_search(model: Any, inputs: dict, **settings: Any) -> tuple[Watch, Any]:
     """A search, by the general ``generate`` (Whisper's own reads values of its own)."""
     call = {"num_beams": WIDTH, "max_new_tokens": STEPS, "return_dict_in_generate": True, "output_scores": True,
@@ -233,7 +234,7 @@ def test_the_host_reads_one_value_per_step(kind: str, setting: str) -> None:
     Reads before the loop, and within the prompt's forward pass, are transformers' own preparation.
     """
     batch_size = 1 if setting == "one prompt" else BATCH
-    watch, _ = watched_search(tiny_model(kind), prompts(kind, batch_size, PROMPT), **SETTINGS[setting])
+    watch, _ = watched_search(met_model(kind), prompts(kind, batch_size, PROMPT), **SETTINGS[setting])
     within, after = watch.reads_between_forwards()
     assert len(within) == len(after) >= 3
     if setting != "gathered" and kind in FOLDED:  # there, masks are transformers' own
@@ -248,7 +249,7 @@ def test_the_work_of_a_step_does_not_depend_on_the_width(kind: str) -> None:
     """As many operations with 3 beams as with 40: nothing is done beam by beam. Only pools grow more often."""
 
     def operations(width: int, first: int) -> list[int]:
-        watch, _ = watched_search(tiny_model(kind), prompts(kind, BATCH, PROMPT), num_beams=width, eos_token_id=None)
+        watch, _ = watched_search(met_model(kind), prompts(kind, BATCH, PROMPT), num_beams=width, eos_token_id=None)
         phases = [phase for phase, *_ in watch.made]
         return [phases.count(phase) for phase in range(first, 2 * STEPS, 2)]
 
@@ -263,7 +264,7 @@ def test_the_work_of_a_step_does_not_depend_on_the_width(kind: str) -> None:
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_rows_of_each_forward_pass(kind: str, setting: str) -> None:
     """The prompt and the encoder run once, at one row per prompt; each decode step at one row per beam."""
-    model = tiny_model(kind)
+    model = met_model(kind)
     batch_size = 1 if setting == "one prompt" else BATCH
     encoder = model.get_encoder() if kind in ENCODER_DECODER else torch.nn.Identity()
     call = {"num_beams": WIDTH, "max_new_tokens": STEPS, "custom_generate": "hf_paged_beam", **SETTINGS[setting]}
@@ -277,7 +278,7 @@ def test_rows_of_each_forward_pass(kind: str, setting: str) -> None:
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_nothing_at_one_row_per_beam_while_the_prompt_runs(kind: str) -> None:
     """From the beginning of the call to the end of the prompt's pass: no hidden states, keys or logits of B·W rows."""
-    watch, _ = watched_search(tiny_model(kind), prompts(kind, BATCH, PROMPT))
+    watch, _ = watched_search(met_model(kind), prompts(kind, BATCH, PROMPT))
     early = [entry for entry in watch.made if entry[0] <= 1 and entry[3].is_floating_point]
     assert len(early) > 50
     for _, name, shape, _ in early:
@@ -291,7 +292,7 @@ def test_no_keys_per_beam_while_decoding(kind: str) -> None:
     key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     prompt_columns = 20 if kind == "whisper" else PROMPT
     keys_per_beam = BATCH * WIDTH * key_heads * prompt_columns * 8  # heads have 8 entries in all tiny models
-    watch, _ = watched_search(tiny_model(kind), prompts(kind, BATCH, PROMPT))
+    watch, _ = watched_search(met_model(kind), prompts(kind, BATCH, PROMPT))
     sizes = [shape.numel() for phase, _, shape, _ in watch.made if phase >= 3]
     assert len(sizes) > 100
     assert max(sizes) < keys_per_beam
@@ -307,8 +308,9 @@ def test_attention_reads_each_key_once_per_prompt(kind: str, monkeypatch: pytest
         called.append((query.shape, key.shape))
         return attention(query, key, *args, **kwargs)
 
+    model = met_model(kind)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
-    watched_search(tiny_model(kind), prompts(kind, BATCH, PROMPT))
+    watched_search(model, prompts(kind, BATCH, PROMPT))
     assert {key[0] for _, key in called} == {BATCH}
     folded = [query for query, _ in called if query[2] % WIDTH == 0]
     layers_read = 4 if kind in ENCODER_DECODER else 2

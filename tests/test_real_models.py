@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import real_models
 import torch
-from comparing import check_equal, check_rows_of_each_prompt
+from comparing import check_equal, check_rows_of_each_prompt, search_both
+from transformers import EncoderDecoderCache
 from watching import forward_rows
 
 from hf_paged_beam import beam_search, disable, enable
@@ -38,12 +40,14 @@ def chats(*questions: str) -> dict[str, torch.Tensor]:
     return dict(tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False))
 
 
-@pytest.mark.parametrize(("width", "questions"), [(5, QUESTIONS), (20, QUESTIONS[:1])])
-def test_smollm2_equals_stock(width: int, questions: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("width", "questions", "tokens"), [(5, QUESTIONS, 12), (20, QUESTIONS[:1], 12), (50, QUESTIONS[1:2], 6)]
+)
+def test_smollm2_equals_stock(width: int, questions: tuple[str, ...], tokens: int) -> None:
     """Every sequence and score of every beam, from prompts that ran once and keys that are held once."""
-    model, _ = real_models.smollm2()
+    model, tokenizer = real_models.smollm2()
     inputs = chats(*questions)
-    call = {**inputs, **WHOLE, "num_beams": width, "num_return_sequences": width, "max_new_tokens": 12,
+    call = {**inputs, **WHOLE, "num_beams": width, "num_return_sequences": width, "max_new_tokens": tokens,
             "do_sample": False}  # fmt: skip
     stock = model.generate(**call)
     model.generate(**{**call, "max_new_tokens": 2}, custom_generate=NAME)  # this kind of model is met
@@ -52,6 +56,8 @@ def test_smollm2_equals_stock(width: int, questions: tuple[str, ...]) -> None:
     check_equal(stock, ours)
     check_rows_of_each_prompt(stock, ours, width)
     torch.testing.assert_close(ours.sequences_scores, stock.sequences_scores, atol=1e-4, rtol=0)
+    best = [tokenizer.batch_decode(output.sequences[::width], skip_special_tokens=True) for output in (stock, ours)]
+    assert best[0] == best[1]
     assert ours.beam_path == "folded"
     assert rows[0] == len(questions) and set(rows[1:]) == {width * len(questions)}
     assert ours.kv_usage.bytes_held < ours.kv_usage.bytes_separate / 2
@@ -161,3 +167,101 @@ def test_whisper_returns_objects_and_several_sequences(custom_generate: Any) -> 
     torch.testing.assert_close(ours.sequences_scores, stock.sequences_scores, atol=1e-4, rtol=0)
     assert torch.equal(ours.beam_indices, stock.beam_indices)
     assert len(ours.scores) == len(stock.scores)
+
+
+@pytest.mark.parametrize("width", [5, 50])
+def test_whisper_hears_the_same_at_any_width(width: int) -> None:
+    """Every sequence and score of every beam; the best of them is the transcript, from keys that are held once."""
+    model, processor, _ = real_models.whisper()
+    settings = model.generation_config
+    start = torch.tensor([[settings.decoder_start_token_id, settings.no_timestamps_token_id]])
+    call = {"decoder_input_ids": start, "num_beams": width, "num_return_sequences": width, "max_new_tokens": 12}
+    stock, ours = search_both(model, {"input_features": features(1)}, **call)
+    check_equal(stock, ours)
+    check_rows_of_each_prompt(stock, ours, width, tolerance=1e-4)
+    assert ours.beam_path == "folded"
+    rows = [ours.sequences[0].tolist(), stock_transcript()[1].tolist()]
+    heard, transcript = processor.batch_decode(rows, skip_special_tokens=True)
+    assert heard == transcript
+    assert ours.kv_usage.bytes_held < 1.25 * ours.kv_usage.bytes_separate / width
+
+
+def check_parts(theirs: Any, mine: Any, where: str = "") -> None:
+    """Assert that what Whisper returns is the same in every part that transformers' own search gives."""
+    assert type(mine) is type(theirs), f"{where}: stock {type(theirs)}, ours {type(mine)}"
+    if isinstance(theirs, dict):
+        for name, part in theirs.items():
+            check_parts(part, mine[name], f"{where}.{name}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(mine) == len(theirs), where
+        for number, (part, my_part) in enumerate(zip(theirs, mine, strict=True)):
+            check_parts(part, my_part, f"{where}[{number}]")
+    elif isinstance(theirs, EncoderDecoderCache):
+        for name in ("self_attention_cache", "cross_attention_cache"):
+            states = [[(layer.keys, layer.values) for layer in getattr(cache, name).layers] for cache in (theirs, mine)]
+            check_parts(*states, f"{where}.{name}")
+    elif isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3, msg=lambda message: f"{where}: {message}")
+    else:
+        assert mine == theirs, where
+
+
+def long_recording() -> dict[str, torch.Tensor]:
+    """All clips and some of them again, half a second apart: longer than the half minute that the model hears."""
+    _, processor, clips = real_models.whisper()
+    pause = np.zeros(8000, dtype=np.float32)
+    audio = np.concatenate([part for number in (1, 2, 3, 4, 0, 1, 4) for part in (clips[number][1], pause)])
+    assert len(audio) > 30 * 16000
+    call = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+    return dict(processor(audio, sampling_rate=16000, return_tensors="pt", **call))
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_whisper_long_form(conditioned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows one after the other, each searched, or sampled where the search's text repeats itself too much.
+
+    Every field of every segment is the same, and what the search gave for it.
+    """
+    model, inputs, decisions = real_models.whisper()[0], long_recording(), []
+    judge = type(model)._need_fallback
+
+    def judged(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+        decisions.append(judge(self, *args, **kwargs))
+        return decisions[-1]
+
+    monkeypatch.setattr(type(model), "_need_fallback", judged)
+    call = {
+        **inputs, "num_beams": 2, "return_timestamps": True, "return_segments": True, "temperature": (0.0, 0.2),
+        "condition_on_prev_tokens": conditioned, "compression_ratio_threshold": 0.95, "logprob_threshold": -1.0,
+        "no_speech_threshold": 0.6,
+    }  # fmt: skip
+    results = []
+    for custom_generate in (None, NAME):
+        torch.manual_seed(0)
+        results.append(model.generate(**call, custom_generate=custom_generate))
+    check_parts(*results)
+    segments = results[1]["segments"][0]
+    assert len(segments) > 4 and segments[-1]["end"] > 30
+    fallbacks = [needed for needed, _ in decisions]
+    assert any(fallbacks) and not all(fallbacks)
+    assert fallbacks[: len(fallbacks) // 2] == fallbacks[len(fallbacks) // 2 :]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"return_timestamps": True, "return_segments": True, "num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2, **WHOLE},
+    ],
+    ids=["segments", "several"],
+)
+def test_whisper_token_timestamps(asked: dict[str, Any]) -> None:
+    """Times of tokens, from the attention maps of a search, in segments and with several sequences."""
+    model, inputs = real_models.whisper()[0], features(1)
+    assert model.generation_config.alignment_heads
+    call = {**asked, "max_new_tokens": 12, "return_token_timestamps": True}
+    stock, ours = (model.generate(inputs, **call, custom_generate=name) for name in (None, NAME))
+    times = ours["segments"][0][0]["token_timestamps"] if "segments" in ours else ours["token_timestamps"]
+    assert times.amax() > 1
+    for name in stock:
+        check_parts(stock[name], ours[name], name)

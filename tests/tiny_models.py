@@ -28,6 +28,7 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from transformers.generation.utils import GenerationMixin
 
 from hf_paged_beam.versions import PreTrainedConfig
 
@@ -185,6 +186,14 @@ def prompts(kind: str, batch_size: int = 2, length: int = 7, *, padded: bool = T
         attention_mask[row, where] = 0
         input_ids[row, where] = PAD
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def met_model(kind: str) -> PreTrainedModel:
+    """`tiny_model`, after a first short search, which tries both read paths: what is counted then is the search."""
+    model = tiny_model(kind)
+    call = {"num_beams": 2, "max_new_tokens": 3, "eos_token_id": None, "do_sample": False}
+    GenerationMixin.generate(model, **prompts(kind, 1), **call, custom_generate="hf_paged_beam")
+    return model
 
 
 @functools.cache

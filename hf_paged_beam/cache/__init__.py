@@ -8,8 +8,9 @@ slot), `attention`, `borrow` (how the model comes to call it).
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import folded_attention
-from .borrow import NAME, attention_before, attention_configs
+from .borrow import NAME, AsWritten, attention_before, attention_configs, is_compiled, parts_of
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
+from .layers import SeveralTokensError
 from .mask import pool_mask
 from .packing import KV_DTYPES, stored_dtype
 from .step import CannotFoldError, FoldedStep
@@ -19,13 +20,17 @@ AttentionMaskInterface.register(NAME, pool_mask)
 
 __all__ = [
     "KV_DTYPES",
+    "AsWritten",
     "CacheUsage",
     "CannotFoldError",
     "FoldedStep",
     "PagedBeamCache",
     "PagedBeamEncoderDecoderCache",
+    "SeveralTokensError",
     "adopt_prefix",
     "attention_before",
     "attention_configs",
+    "is_compiled",
+    "parts_of",
     "stored_dtype",
 ]

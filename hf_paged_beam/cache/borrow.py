@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..versions import GenerativeModel
@@ -25,19 +26,31 @@ _borrowed: dict[int, tuple[dict[str, Any], Any, int]] = {}
 _borrowing = threading.Lock()
 
 
-def attention_configs(model: GenerativeModel) -> list[dict[str, Any]]:
-    """Fields of every configuration object that some part of the model reads its attention implementation from."""
+def parts_of(model: GenerativeModel) -> list[torch.nn.Module]:
+    """The model and all modules in it: `model.modules()` in a quarter of its time, since this runs in every call."""
+    parts, seen = [model], {id(model)}
+    for module in parts:  # grows while it is walked
+        new = [part for part in module._modules.values() if part is not None and id(part) not in seen]
+        seen.update(map(id, new))
+        parts.extend(new)
+    return parts
+
+
+def attention_configs(parts: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+    """Fields of every configuration object that some part of a model reads its attention implementation from."""
     found: dict[int, dict[str, Any]] = {}
-    ahead, seen = [model], {id(model)}
-    while ahead:  # as `model.modules()` walks, in a quarter of its time: this runs in every call
-        module = ahead.pop()
+    for module in parts:
         config = module.__dict__.get("config")
         if config is not None and id(config) not in found and _ATTENTION in getattr(config, "__dict__", {}):
             found[id(config)] = config.__dict__
-        parts = [part for part in module._modules.values() if part is not None and id(part) not in seen]
-        seen.update(map(id, parts))
-        ahead.extend(parts)
     return list(found.values())
+
+
+def is_compiled(parts: Sequence[torch.nn.Module]) -> bool:
+    """Whether the forward pass of some part of a model was given to ``torch.compile``."""
+    return any(
+        part._compiled_call_impl is not None or hasattr(part.forward, "_torchdynamo_orig_callable") for part in parts
+    )
 
 
 def borrow_attention(configs: Sequence[dict[str, Any]]) -> None:
@@ -73,6 +86,30 @@ def attention_before(config: Any) -> str:
         borrowed = _borrowed.get(id(fields))
         name = fields.get(_ATTENTION) if borrowed is None else borrowed[1]
     return "eager" if name is None else "sdpa" if name == NAME else name  # the last where a user names ours
+
+
+class AsWritten:
+    """In a ``with``: compiled forward passes run as they are written, in all threads, until the last one leaves.
+
+    A compiled pass would be compiled anew at every folded step, which has other slots and tensors, or, where the user
+    wants one whole graph, refuse the running step's context variable. torch's setting is one for the process.
+    """
+
+    _holders = 0
+    _stance: Any = None
+
+    def __enter__(self) -> None:
+        with _borrowing:
+            if AsWritten._holders == 0:
+                AsWritten._stance = torch.compiler.set_stance("force_eager")
+                AsWritten._stance.__enter__()
+            AsWritten._holders += 1
+
+    def __exit__(self, *error: object) -> None:
+        with _borrowing:
+            AsWritten._holders -= 1
+            if AsWritten._holders == 0:
+                AsWritten._stance.__exit__(None, None, None)
 
 
 def own_attention(module: Any) -> Callable | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from .. import versions
 from ..versions import PreTrainedConfig
@@ -90,10 +90,14 @@ class BeamVerbs:
 
         Raises:
             NotImplementedError: if layers hold prompts of different lengths, as where some keep an image's keys, or
-                none at all, as where the model keeps them itself.
+                none at all, as where the model keeps them itself, or if the model has put a tensor on this object.
         """
-        lengths = sorted({layer.length for layer in self._pool_layers()})
-        if lengths == [0]:
+        bound = [name for name, given in vars(self).items() if isinstance(given, torch.Tensor)]
+        if bound:
+            raise NotImplementedError(f"it keeps {bound[0]} on the cache itself, outside its layers")
+        layers = self._pool_layers()
+        lengths = sorted({layer.length for layer in layers} - {0})  # some take no part, as where there is no image
+        if layers and not lengths:
             raise NotImplementedError("it puts nothing into the cache that it is given")
         if len(lengths) > 1:
             raise NotImplementedError(f"its attention layers keep prompts of different lengths, {lengths}")
@@ -348,8 +352,8 @@ class PagedBeamCache(BeamVerbs, Cache):
             if not isinstance(layer, PoolLayer):
                 dynamic.layers[number] = copy.deepcopy(layer)
                 continue
-            if len(dynamic.layers) <= number:  # a configuration that tells nothing of layers
-                dynamic.layers.append(DynamicLayer())
+            if len(dynamic.layers) <= number:  # a configuration that tells nothing of layers, or one that a model added
+                dynamic.layers.append(versions.dynamic_layer(layer.sliding_window))
             layer.give_rows(dynamic.layers[number])
         return dynamic
 

@@ -29,6 +29,10 @@ ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, 
 """Largest difference, relative to the largest entry, between rows that a model computed from equal prompts."""
 
 
+class SeveralTokensError(ValueError):
+    """The model gave beams more than one token in a step."""
+
+
 def one_row_per_prompt(states: torch.Tensor, num_beams: int) -> torch.Tensor:
     """Keep one of the `num_beams` equal rows of each prompt: ``[B·W, ...]`` to ``[B, ...]``.
 
@@ -59,6 +63,7 @@ class _IndexedLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     supports_early_init = False
+    max_cache_len = -1  # releases before 5.0 ask for it: no limit
 
     STORED: tuple[str, ...] = ("_keys", "_values")
     """Names of the tensors with one row per prompt, ``[B, heads, S, D]``."""
@@ -71,6 +76,17 @@ class _IndexedLayer(CacheLayerMixin):
         self.wide_prompt = False
         self._stored_dtype = stored
         self._packing: Packing | None = None  # known when the first keys come
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """A layer copied alone stays under its index; one that is copied with its cache comes under the copied index.
+
+        Models that run some layers in a loop append copies of those layers to the cache that they are given.
+        """
+        layer = copy.copy(self)
+        memo[id(self)] = layer
+        own = {name: copy.deepcopy(given, memo) for name, given in vars(self).items() if name != "index"}
+        layer.__dict__.update(own, index=memo.get(id(self.index), self.index))
+        return layer
 
     @property
     def is_initialized(self) -> bool:
@@ -200,7 +216,7 @@ class PoolLayer(_IndexedLayer):
         if not self.index.decoding:
             return self._append_prompt(key_states, value_states)
         if key_states.shape[-2] != 1:
-            raise ValueError(f"a beam takes one token per step, but got {key_states.shape[-2]}")
+            raise SeveralTokensError(f"a beam takes one token per step, but got {key_states.shape[-2]}")
         first = 0 if self.index.folded else self._first_shown()
         self.write(key_states, value_states)
         return self._show(first)
@@ -285,6 +301,9 @@ class PoolLayer(_IndexedLayer):
     def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Write ``[B·W, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[B, W]``; the pool grows if it must."""
         needed = self.index.slots_in_use - self.dropped
+        if states.dtype != pool.dtype:  # autocast began or ended after the prompt: promoted, as `torch.cat` would
+            pool = pool.to(torch.promote_types(pool.dtype, states.dtype))
+            states = states.to(pool.dtype)
         if self.dropped:
             slots = slots - self.dropped
         if pool.shape[2] < needed:
@@ -302,9 +321,8 @@ class PoolLayer(_IndexedLayer):
     @staticmethod
     def _grown(pool: torch.Tensor, slots: int) -> torch.Tensor:
         # Zeroed, not merely allocated: a slot that no beam sees still meets the mask, and NaN would survive it.
-        larger = pool.new_zeros(*pool.shape[:2], slots, pool.shape[3])
-        larger[:, :, : pool.shape[2]] = pool
-        return larger
+        spare = pool.new_zeros(*pool.shape[:2], slots - pool.shape[2], pool.shape[3])
+        return torch.cat([pool, spare], dim=2)  # as transformers' cache does: keys may be of a subclass of tensors
 
     def _gather(self, stored: torch.Tensor, first: int, length: int) -> torch.Tensor:
         """``[B, Hkv, S, D]`` to ``[B·W, Hkv, length - first, D]``."""

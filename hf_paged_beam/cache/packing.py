@@ -38,6 +38,7 @@ class Packing(NamedTuple):
         largest = _LARGEST.get(self.stored)
         if largest is None:
             return states.to(self.stored)
+        states = states.to(self.computed)  # autocast may have begun since
         scale = states.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(torch.finfo(self.computed).tiny)
         entries = states.div(scale).clamp_(-largest, largest)
         if not self.stored.is_floating_point:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from typing import Any
@@ -10,13 +11,25 @@ import torch
 from transformers.utils import logging
 
 from .. import versions
-from ..cache import CannotFoldError, FoldedStep, attention_before, attention_configs
+from ..cache import (
+    AsWritten,
+    CannotFoldError,
+    FoldedStep,
+    SeveralTokensError,
+    attention_before,
+    attention_configs,
+    is_compiled,
+    parts_of,
+)
 from ..versions import GenerativeModel
 from .memory import is_out_of_memory
-from .prompt import of_first_prompts, widen_inputs
+from .prompt import HandOver, of_first_prompts, widen_inputs
 
-_foldable: weakref.WeakKeyDictionary[type, dict[str, bool]] = weakref.WeakKeyDictionary()
-"""Model classes and attention implementations: whether folding them was tried and gave what gathering gives."""
+_foldable: weakref.WeakKeyDictionary[GenerativeModel, dict[str, bool]] = weakref.WeakKeyDictionary()
+"""Models and attention implementations: whether folding them was tried and gave what gathering gives.
+
+Of each model, not of its class: models of one class may hold any decoder, other experts, or modules that were replaced.
+"""
 
 _FOLDING_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, KeyError)
 
@@ -66,6 +79,8 @@ class DecodeSteps:
         self._kwargs = kwargs  # at one row per beam from the first step on
         self._last_token_only = versions.uses_stock_input_preparation(model)
         self._configs: list[dict[str, Any]] = []  # looked up before the first step
+        self._as_written: contextlib.AbstractContextManager = contextlib.nullcontext()  # with them
+        self._offsets = position_offsets(model, cache.index.batch_size)
 
     @property
     def needs_rows(self) -> bool:
@@ -87,9 +102,12 @@ class DecodeSteps:
         input_ids = tokens.unsqueeze(1) if self._last_token_only or rows is None else rows
         if not self._begun:
             self._begin(input_ids)
-        outputs = self._gather_where_folding_fails(input_ids) if self.path == "folded" else self._forward(input_ids)
+        try:
+            outputs = self._gather_where_folding_fails(input_ids) if self.path == "folded" else self._forward(input_ids)
+        except SeveralTokensError as error:  # as of adapters that put virtual tokens before every step
+            raise HandOver(f"{type(self.model).__name__}: {error}") from error
         if self._found is not None:  # noted only now that the step has run: an error of the model's own is no verdict
-            _foldable.setdefault(type(self.model), {})[attention_before(self.model.config)] = self._found
+            _foldable.setdefault(self.model, {})[attention_before(self.model.config)] = self._found
             self._found = None
         self._kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
@@ -100,12 +118,15 @@ class DecodeSteps:
         """Before the first step: find the path, where it is not known, and give every beam its row of the inputs."""
         self._begun = True
         if self.path == "folded":
-            self._configs = attention_configs(self.model)
+            parts = parts_of(self.model)
+            self._configs = attention_configs(parts)
+            self._as_written = AsWritten() if is_compiled(parts) else contextlib.nullcontext()
             self._tried = self._must_fold or self._verdict() is not None
             if not self._tried and self._may_try:
                 self._try_both_paths(input_ids)
                 self._tried = self._found is not None
         self._kwargs = self._widen(self._kwargs)
+        self._give_offsets()
 
     def _try_both_paths(self, input_ids: torch.Tensor) -> None:
         """Run a step of a few beams by both paths, and find whether folding gives what gathering gives.
@@ -138,16 +159,24 @@ class DecodeSteps:
         beams = min(_FEW_BEAMS, self.cache.num_beams)
         few.path, few.cache = path, self.cache.sample(input_ids.shape[0] // beams, beams)
         few._kwargs = few._widen({**kwargs, versions.CACHE_ARGUMENT: few.cache})
+        few._give_offsets()
         try:
-            return few._forward(input_ids).logits[:, -1]
+            with self._as_written:  # nothing is compiled for a few beams
+                return few._forward(input_ids).logits[:, -1]
         except _FOLDING_ERRORS as error:
             return error
+
+    def _give_offsets(self) -> None:
+        """Give every beam its row of the offsets that models keep: not all of them repeat what they kept."""
+        for module, offsets in self._offsets:
+            few = offsets[: self.cache.index.batch_size]
+            module.rope_deltas = few.repeat_interleave(self.cache.num_beams, dim=0)
 
     def _forward(self, input_ids: torch.Tensor) -> Any:
         inputs = self.model.prepare_inputs_for_generation(input_ids, **versions.NEWEST_TOKEN, **self._kwargs)
         if self.path == "gathered":
             return self.model(**inputs, return_dict=True)
-        with FoldedStep(self.cache.index, self._configs) as step:
+        with self._as_written, FoldedStep(self.cache.index, self._configs) as step:
             outputs = self.model(**inputs, return_dict=True)
             if not step.all_attended():
                 raise CannotFoldError("the model's attention does not receive the cache's keys through the interface")
@@ -173,7 +202,7 @@ class DecodeSteps:
 
     def _verdict(self) -> bool | None:
         """Whether this kind of model can be folded; None if that is not known."""
-        return _foldable.get(type(self.model), {}).get(attention_before(self.model.config))
+        return _foldable.get(self.model, {}).get(attention_before(self.model.config))
 
     def _choose_path(self, beam_attention: str, wants_maps: bool) -> str:
         if beam_attention == "folded":
@@ -202,6 +231,12 @@ class DecodeSteps:
         if not self.model.config.is_encoder_decoder:
             return kwargs
         return widen_inputs(kwargs, self.cache.num_beams, part="encoder")
+
+
+def position_offsets(model: GenerativeModel, batch_size: int) -> list[tuple[Any, torch.Tensor]]:
+    """Modules that keep position offsets of multimodal prompts, ``[B, 1]``, and these."""
+    kept = [(module, vars(module).get("rope_deltas")) for module in {model, getattr(model, "base_model", model)}]
+    return [(module, offsets) for module, offsets in kept if offsets is not None and offsets.shape[0] == batch_size]
 
 
 def same_logits(folded: torch.Tensor, gathered: torch.Tensor, dtype: torch.dtype) -> bool:

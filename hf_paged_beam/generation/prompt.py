@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import utils as stock
 
 from .. import versions
@@ -33,6 +33,14 @@ class HandOver(Exception):
         self.reason = reason
 
 
+def _has_an_adapter_per_row(model: GenerativeModel) -> bool:
+    """Whether PEFT's hooks give each row an adapter of its own (``adapter_names``): they count one row per beam."""
+    if not hasattr(model, "peft_config"):
+        return False
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any("adapter_names" in (getattr(hook, "keywords", None) or {}) for hook in hooks)
+
+
 def reason_to_hand_over(
     model: GenerativeModel, *, use_cache: bool, cache_implementation: str | None, given: Any
 ) -> str | None:
@@ -52,6 +60,8 @@ def reason_to_hand_over(
         return f"cache_implementation={cache_implementation!r} stores keys in a way that a pool does not"
     if hasattr(model, "_reorder_cache"):
         return f"{type(model).__name__} reorders its cache in a way of its own"
+    if _has_an_adapter_per_row(model):
+        return "adapter_names gives each row of every beam its adapter, before there are beams"
     if given is None:
         return None
     kind = type(given).__name__
@@ -107,6 +117,34 @@ def prepare_cache(
     return cache
 
 
+def cache_with_prompt(cache: Any, kwargs: dict[str, Any], *, model: GenerativeModel, batch_size: int) -> Any:
+    """The cache that holds the prompt: ours, also where the model put the prompt into another one.
+
+    So PEFT's prefix tuning does, which begins every search with a cache that holds its prefix.
+
+    Args:
+        cache: ours, as the model was given it.
+        kwargs: the inputs of the next step.
+
+    Raises:
+        HandOver: where a pool cannot continue what the model returned.
+    """
+    others = {name: given for name, given in kwargs.items() if isinstance(given, Cache) and given is not cache}
+    returned = others.pop(versions.CACHE_ARGUMENT, None)
+    if others:
+        raise HandOver(f"{type(model).__name__} keeps rows in a cache of its own, {next(iter(others))}")
+    if returned is None or not returned.get_seq_length():
+        return cache
+    if isinstance(returned, EncoderDecoderCache) != isinstance(cache, EncoderDecoderCache):
+        raise HandOver(f"{type(model).__name__} wraps its cache in a {type(returned).__name__}")
+    reason = reason_to_hand_over(model, use_cache=True, cache_implementation=None, given=returned)
+    if reason is not None:
+        raise HandOver(reason)
+    if not versions.counts_from(returned, kwargs):
+        raise HandOver(f"{type(model).__name__} does not count the tokens of the cache that it put the prompt into")
+    return _adopt(returned, model, cache.num_beams, batch_size, cache.kv_dtype)
+
+
 def _adopt(given: Cache, model: GenerativeModel, num_beams: int, batch_size: int, kv_dtype: torch.dtype | None) -> Any:
     try:
         return adopt_prefix(given, model.config, num_beams, batch_size, kv_dtype or getattr(given, "kv_dtype", None))
@@ -121,8 +159,8 @@ def _adopt(given: Cache, model: GenerativeModel, num_beams: int, batch_size: int
 _HANDLED_STATE = {"rope_deltas"}
 """State that models keep beside the cache and give to every beam themselves: position offsets of multimodal prompts."""
 
-_keeps_state: weakref.WeakKeyDictionary[type, str | None] = weakref.WeakKeyDictionary()
-"""Model classes that have run a prompt: the state per row that their modules keep themselves, if any."""
+_keeps_state: weakref.WeakKeyDictionary[GenerativeModel, str | None] = weakref.WeakKeyDictionary()
+"""Models that have run a prompt: the state per row that their modules keep themselves, if any."""
 
 
 def _tensors_of_modules(model: GenerativeModel) -> dict[tuple[str, str], torch.Tensor]:
@@ -156,13 +194,12 @@ def run_prompt(
     Raises:
         HandOver: if the model keeps a state per row outside the cache, which would not follow its beam.
     """
-    kind = type(model)
-    before = None if kind in _keeps_state else _tensors_of_modules(model)
+    before = None if model in _keeps_state else _tensors_of_modules(model)
     outputs = versions.run_prompt(model, input_ids, config, kwargs)
     if before is not None:
-        _keeps_state[kind] = _state_kept(before, _tensors_of_modules(model), input_ids.shape[0])
-    if _keeps_state[kind] is not None:
-        raise HandOver(f"{_keeps_state[kind]} keeps a state per row outside the cache")
+        _keeps_state[model] = _state_kept(before, _tensors_of_modules(model), input_ids.shape[0])
+    if _keeps_state[model] is not None:
+        raise HandOver(f"{_keeps_state[model]} keeps a state per row outside the cache")
     kwargs = model._update_model_kwargs_for_generation(
         outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
     )

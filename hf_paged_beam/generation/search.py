@@ -28,7 +28,7 @@ from .history import History
 from .lengths import LengthTables
 from .memory import explain_out_of_memory
 from .output import StepOutputs, build_output
-from .prompt import HandOver, prepare_cache, run_prompt
+from .prompt import HandOver, cache_with_prompt, prepare_cache, run_prompt
 from .scores import ProcessedScores
 from .settings import SearchSettings
 from .state import Candidates, Chosen, SearchState
@@ -140,6 +140,8 @@ class BeamSearch:
         call, settings = self.call, self.settings
         kwargs = {**call.model_kwargs, versions.CACHE_ARGUMENT: self.cache}
         outputs, kwargs = run_prompt(call.model, call.input_ids, call.config, kwargs)
+        self.cache = cache_with_prompt(self.cache, kwargs, model=call.model, batch_size=self.batch_size)
+        kwargs[versions.CACHE_ARGUMENT] = self.cache
         try:
             self.cache.begin_decode(self.batch_size, self.device)
         except NotImplementedError as error:
