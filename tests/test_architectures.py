@@ -6,6 +6,7 @@ All that transformers registers are looked at by `python tests/sweep_architectur
 from __future__ import annotations
 
 import pytest
+from comparing import OLD_RELEASE
 from sweep_architectures import outcome
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -37,5 +38,8 @@ def test_path_of_an_architecture(kind: str) -> None:
     mapping = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING
     config_class, model_class = next(pair for pair in mapping.items() if pair[0].model_type == kind)
     found = outcome(config_class, model_class, seq2seq)
+    if OLD_RELEASE:  # attention and caches were others
+        assert found.kind in ("OK", "HANDED", "STOCK"), found
+        return
     expected, detail = PATHS[kind]
     assert found.kind == expected and detail in found.detail, found

@@ -41,6 +41,8 @@ def built(kind: str) -> Any:
     cache = PagedBeamCache(model.config, num_beams=2)
     if not any(isinstance(layer, (RecurrentPoolLayer, IndexedPoolLayer)) for layer in cache.layers):
         pytest.skip(f"in this release {kind} keeps its cache in another form")
+    if hf_paged_beam.generate(model, **padded_prompts(model), **CALL).beam_path == "handed over":
+        pytest.skip(f"in this release {kind} puts more on its cache than layers")
     return model
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from comparing import check_equal, real_scores, returned_cache
+from comparing import OLD_RELEASE, check_equal, real_scores, returned_cache
 from multimodal_models import FAMILIES, family_model, is_missing, path_of_family
 from multimodal_prompts import Family, Prompts
 from transformers import PreTrainedModel, VisionEncoderDecoderModel
@@ -318,7 +318,12 @@ def test_inputs_are_of_the_processors_form(name: str) -> None:
     """Names, shapes and kinds of numbers are those that the family's image processor makes."""
     pillow = pytest.importorskip("PIL.Image")
     processor, settings, sizes = PROCESSORS[name]
-    process = image_processor(processor, **settings)
+    if OLD_RELEASE and name == "qwen2_vl":
+        pytest.skip("this release's processor takes sizes under other names")
+    try:
+        process = image_processor(processor, **settings)
+    except ImportError as error:
+        pytest.skip(f"this release's processor wants another package: {str(error).strip()[:80]}")
     _, family, prompts = case(name)
     images = [pillow.new("RGB", (width, height), (90, 120, 30)) for height, width in sizes]
     given = iter(images)

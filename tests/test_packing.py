@@ -103,10 +103,10 @@ def rounded_cache(model: Any, stored: str) -> Any:
         cache.layer_class_to_replicate = None
         return cache
 
-    decoder = model.config.get_text_config(decoder=True)
-    count = getattr(decoder, "decoder_layers", None) or getattr(decoder, "num_decoder_layers", None)
-    if not model.config.is_encoder_decoder:
-        return layers(decoder.num_hidden_layers)
+    config = model.config
+    if not config.is_encoder_decoder:
+        return layers(config.num_hidden_layers)
+    count = getattr(config, "decoder_layers", None) or config.num_decoder_layers
     return EncoderDecoderCache(layers(count), layers(count))
 
 
