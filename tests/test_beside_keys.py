@@ -10,7 +10,7 @@ import torch
 from comparing import check_equal, check_same_call, returned_cache
 from sweep_architectures import tiny_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from watching import forward_rows, of_its_own_class, watching
+from watching import forward_rows, watching
 
 import hf_paged_beam
 from hf_paged_beam import PagedBeamCache
@@ -129,7 +129,7 @@ def same_state(mine: Any, theirs: Any, where: str) -> None:
 
 def test_a_state_follows_a_step_that_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first folded step of a hybrid fails after its states have moved on: gathered, it begins where they were."""
-    model = of_its_own_class(built("falcon_h1"))
+    model = copy.deepcopy(built("falcon_h1"))  # that nothing is known of
     inputs = padded_prompts(model)
     stock = model.generate(**inputs, **CALL)
     monkeypatch.setattr(FoldedStep, "all_attended", lambda self: False)
