@@ -140,6 +140,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_encoder": dict(num_filters=2, depths=[1] * 7),
     "xlm-prophetnet": _PROPHETNET,
     "xlm": dict(mask_token_id=7),
+    # transformers 4.57 cuts the encoder's keys to the decoder's window, which is therefore longer than the prompt.
+    "t5_gemma_module": dict(sliding_window=8),
     "xlnet": dict(max_position_embeddings=LEFT_OUT),
     "xlstm": dict(hidden_size=128),
     "xmod": dict(default_language="en_XX"),
