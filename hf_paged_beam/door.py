@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from . import versions
 from .checks import check_arguments, check_prepared, is_beam_search, setting
-from .generation import HandOver, SearchCall, SearchSettings, check_options, reason_to_hand_over, run_search
+from .generation import OUR_CACHES, HandOver, SearchCall, SearchSettings, check_options, reason_to_hand_over, run_search
 from .versions import GenerativeModel
 
 NAME = "hf_paged_beam"
@@ -74,12 +74,24 @@ def generate(
         del arguments["cache_implementation"]  # transformers would drop the beams; our cache is a paged one
     early = _early_reason(model, arguments)
     if early is not None:
+        _refuse_what_is_ours_alone(options, early)
         return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), HandOver(early))
     stand_in = _PromptOnce(model, options)
+    fresh = _fresh_caches(arguments)
     try:
         return GenerationMixin.generate(stand_in, inputs, **arguments)
     except HandOver as handed_over:
-        return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), handed_over)
+        reason = HandOver(handed_over.reason)  # without its frames, which hold the pools of the search given up
+    _refuse_what_is_ours_alone(options, reason.reason)
+    for name in fresh:  # it may hold the prompt by now; transformers makes its own
+        arguments.pop(name).reset()
+    return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), reason)
+
+
+def _fresh_caches(arguments: dict[str, Any]) -> list[str]:
+    """Names of the given caches of ours that hold nothing yet: a search puts its prompt into them."""
+    ours = {name: given for name, given in arguments.items() if isinstance(given, OUR_CACHES)}
+    return [name for name, given in ours.items() if not versions.has_seen_tokens(given)]
 
 
 def beam_search(
@@ -112,6 +124,7 @@ def beam_search(
         "synced_gpus": synced_gpus,
     }
     mode = generation_config.get_generation_mode()
+    fresh = _fresh_caches(model_kwargs)
     try:
         if GENERATION_MODES_MAPPING[mode] != "_beam_search":
             raise HandOver(f"{mode.value} is not beam search")
@@ -119,13 +132,18 @@ def beam_search(
         check_prepared(model, narrow_ids, narrow_kwargs)
         return _search(model, narrow_ids, options, **prepared, **narrow_kwargs)
     except HandOver as handed_over:
-        method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)
-        if method is None:
-            raise ValueError(
-                f"{mode.value} is no longer part of transformers; its repository is named by generate() without "
-                f"custom_generate. This package searches plain beams: leave out what asks for {mode.value}."
-            ) from None
-        return _mark_handed_over(method(model, input_ids, **prepared, **model_kwargs), handed_over)
+        reason = HandOver(handed_over.reason)
+    if mode.value not in ("greedy_search", "sample"):  # one beam has no finished scores to divide
+        _refuse_what_is_ours_alone(options, reason.reason)
+    method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)
+    if method is None:
+        raise ValueError(
+            f"{mode.value} is no longer part of transformers; its repository is named by generate() without "
+            f"custom_generate. This package searches plain beams: leave out what asks for {mode.value}."
+        )
+    for name in fresh:  # it may hold the prompt by now
+        model_kwargs[name].reset()
+    return _mark_handed_over(method(model, input_ids, **prepared, **model_kwargs), reason)
 
 
 class PagedBeamMixin:
@@ -320,6 +338,15 @@ def _early_reason(model: GenerativeModel, arguments: dict[str, Any]) -> str | No
         cache_implementation=setting("cache_implementation", model, arguments, None),
         given=arguments.get(versions.CACHE_ARGUMENT, arguments.get("past_key_values")),
     )
+
+
+def _refuse_what_is_ours_alone(options: dict[str, Any], reason: str) -> None:
+    """Raise `ValueError` if transformers' own search would give another result than was asked for."""
+    if options["length_normalization"] != "length":
+        raise ValueError(
+            f"length_normalization={options['length_normalization']!r} is not known to transformers' own search, which "
+            f"this call needs: {reason}. Use length_normalization='length', or change what keeps the call from ours."
+        )
 
 
 def _mark_handed_over(output: Any, handed_over: HandOver) -> Any:

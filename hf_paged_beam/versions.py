@@ -7,7 +7,9 @@ candidate or a patched build is judged by what it does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -127,6 +129,22 @@ def dynamic_layer(sliding_window: int | None) -> Any:
     return DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window=sliding_window)
 
 
+def takes_padding_in(model: GenerativeModel) -> bool:
+    """Whether recurrent layers leave padding out only where there are several rows, as in releases up to 5.12 or so.
+
+    transformers' own search always has several: one for each beam.
+    """
+    return any(_tests_for_several_rows(name) for name in {type(part).__module__ for part in model.modules()})
+
+
+@functools.cache
+def _tests_for_several_rows(module_name: str) -> bool:
+    try:
+        return "attention_mask.shape[0] > 1" in inspect.getsource(sys.modules[module_name])
+    except (OSError, TypeError, KeyError):  # a module without a source
+        return False
+
+
 def makes_default_cache_itself(model: GenerativeModel, model_kwargs: dict[str, Any]) -> bool:
     """Whether a model that is given no cache makes a usual one in its forward pass (5.0), so that it can take ours.
 
@@ -168,6 +186,22 @@ def is_attention(layer: Any) -> bool:
     return isinstance(layer, CacheLayerMixin)
 
 
+def is_placeholder(layer: Any) -> bool:
+    """Whether a stock layer holds nothing: one that shares another's keys, or has no attention."""
+    return type(layer) is getattr(cache_utils, "DummyLayer", None)
+
+
+def rows_of(cache: Any) -> int | None:
+    """Number of rows of a cache, from the first layer that holds any."""
+    for layer in cache.layers:
+        held = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()]
+        held += getattr(layer, "recurrent_states", {}).values()
+        rows = [given.shape[0] for given in held if given is not None]
+        if rows:
+            return rows[0]
+    return None
+
+
 def is_recurrent(layer: Any) -> bool:
     """Whether a stock layer keeps a recurrent or convolution state per row."""
     return hasattr(layer, RECURRENT_STATE_METHOD)
@@ -179,7 +213,7 @@ def whole_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     Where a window has moved on, zeros stand in for what it left behind, which no later token sees. None for a layer
     that holds anything else: recurrent states, indexer keys, a ring of slots.
     """
-    ours = hasattr(layer, "index") and layer.state is None
+    ours = hasattr(layer, "index") and getattr(layer, "state", None) is None
     if not is_plain_attention(layer) and type(layer) is not StaticLayer and not ours:
         return None
     keys, values, length = layer.keys, layer.values, layer.get_seq_length()

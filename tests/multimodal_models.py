@@ -7,6 +7,7 @@ import importlib
 import inspect
 from typing import Any
 
+from comparing import OLD_RELEASE
 from multimodal_grids import (
     glm4v,
     images_and_videos,
@@ -43,7 +44,7 @@ from multimodal_images import (
     smolvlm,
     tiled_images,
 )
-from multimodal_prompts import BEFORE_5, BEGIN, END, Family, ReleaseLacksError
+from multimodal_prompts import BEGIN, END, Family, ReleaseLacksError
 from multimodal_seq2seq import (
     OPT,
     T5,
@@ -107,7 +108,7 @@ FAMILIES: dict[str, Family] = {
         lfm2_vl,
         lfm2_vl_prompts,
         path="recurrent",
-        fails_before_5="before 5.0 the model's own cache cannot be reordered",
+        fails_before_5_17="the model's own cache cannot be reordered",
     ),
     "omni_images": Family(qwen2_5_omni, omni_images, tower="visual"),
     "omni_sounds": Family(qwen2_5_omni, masked_spectra, tower="audio_tower"),
@@ -119,8 +120,8 @@ FAMILIES: dict[str, Family] = {
 
 def is_missing(name: str) -> str | None:
     """Why this release has no such family, or cannot search with it, if so."""
-    if BEFORE_5 and FAMILIES[name].fails_before_5:
-        return FAMILIES[name].fails_before_5
+    if OLD_RELEASE and FAMILIES[name].fails_before_5_17:
+        return FAMILIES[name].fails_before_5_17
     try:
         family_model(name)
     except ReleaseLacksError as error:

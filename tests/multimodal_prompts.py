@@ -61,7 +61,7 @@ class Family:
         runs: how often the tower runs for a batch.
         encoder_decoder: whether there is cross-attention.
         searcher: attribute that holds the model whose ``generate`` the family's own ``generate`` calls, if any.
-        fails_before_5: why transformers' own beam search fails in releases before 5.0, if it does.
+        fails_before_5_17: why it cannot be compared in releases before 5.17, if it cannot.
         long_prompt: whether the words of a prompt reach the decoder, or an encoder whose keys the cache holds.
     """
 
@@ -74,7 +74,7 @@ class Family:
     runs: int = 1
     encoder_decoder: bool = False
     searcher: str | None = None
-    fails_before_5: str | None = None
+    fails_before_5_17: str | None = None
     long_prompt: bool = True
 
 

@@ -29,6 +29,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 from watching import forward_rows, of_its_own_class
 
+import hf_paged_beam
 from hf_paged_beam import PagedBeamCache, beam_search, enable, generate
 from hf_paged_beam.cache.layers import PoolLayer
 from hf_paged_beam.cache.step import current_step
@@ -648,3 +649,15 @@ def test_an_interrupt_between_two_passes() -> None:
         generate(model, **inputs, **BEAMS, logits_processor=LogitsProcessorList([Interrupt()]))
     assert model.config._attn_implementation == "sdpa"
     check_same_call(model, inputs, **BEAMS)
+
+
+@pytest.mark.parametrize("route", ["name", "callable"])
+def test_what_transformers_does_not_know_is_not_handed_over(route: str) -> None:
+    """A length form of ours cannot be kept by transformers' own search: an error, not another form's scores."""
+    model = tiny_model("llama")
+    way = {"name": "hf_paged_beam", "callable": hf_paged_beam.beam_search}[route]
+    call = {**prompts("llama", 2), **BEAMS, "custom_generate": way, "use_cache": False}
+    model.generate(**call, length_normalization="length")
+    with pytest.raises(ValueError, match=r"length_normalization='gnmt' is not known.*use_cache=False"):
+        model.generate(**call, length_normalization="gnmt")
+    model.generate(**{**call, "num_beams": 1, "num_return_sequences": 1}, length_normalization="gnmt")

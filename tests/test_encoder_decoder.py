@@ -373,7 +373,8 @@ def check_same(name: str, stock: Any, ours: Any) -> None:
     check_equal(stock, ours, 1e-5)
     if FAMILIES[name].dtype == torch.float64:
         check_identical(stock, ours)
-    assert ours.beam_path == path_of(name)
+    # Between 4.57 and 5.17 the attention of some models changed, and with it the path.
+    assert ours.beam_path == path_of(name) or (OLD_RELEASE and ours.beam_path in ("folded", "gathered"))
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])

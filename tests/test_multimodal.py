@@ -61,6 +61,8 @@ def stock(model: PreTrainedModel, prompts: Prompts, **settings: Any) -> Any:
     try:
         return model.generate(**prompts.inputs, **{**SEARCH, **settings})
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if CACHE_ARGUMENT == "cache":  # the newest releases have no such fault
+            raise
         pytest.skip(f"transformers' own search raises here in this release: {error!r}")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from comparing import NO_CONTINUATION, check_equal, check_same_call, returned_cache
+from comparing import NO_CONTINUATION, OLD_RELEASE, check_equal, check_same_call, returned_cache, search_both
 from packaging.version import parse
 from tiny_models import (
     DECODERS,
@@ -39,7 +39,7 @@ from watching import Watch, of_its_own_class
 
 import hf_paged_beam
 from hf_paged_beam.cache import FoldedStep, attention_configs, parts_of
-from hf_paged_beam.versions import CACHE_ARGUMENT
+from hf_paged_beam.versions import CACHE_ARGUMENT, NEWEST_TOKEN
 
 WIDTH = 4
 SEARCH = {"num_beams": WIDTH, "num_return_sequences": WIDTH, "max_new_tokens": 7}
@@ -164,10 +164,10 @@ def test_virtual_tokens(method: str, kind: str) -> None:
 def test_a_prefix_of_keys(kind: str) -> None:
     """Prefix tuning puts a cache that holds its prefix in the place of ours: the search goes on from there.
 
-    Encoder-decoder models before 5.0 count positions without the prefix, so that their own masks hide what is newest.
+    Encoder-decoder models before 5.1 or so count positions without it, so that their own masks hide what is newest.
     """
     model, inputs = adapted("prefix", kind), prompts(kind, 3)
-    path = "handed over" if BEFORE_5 and kind in ENCODER_DECODER else path_of(kind)
+    path = "handed over" if not NEWEST_TOKEN and kind in ENCODER_DECODER else path_of(kind)
     stock, ours = check_path(model, inputs, path)
     if knows_the_cache() and kind != "mistral":  # its window has left the prefix behind
         plain, _ = check_same_call(shared_model(kind), inputs, **SEARCH)
@@ -384,7 +384,12 @@ def torchao_on_loading(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     package = pytest.importorskip("torchao.quantization")
     model.save_pretrained(folder)
     settings = transformers.TorchAoConfig(package.Int8WeightOnlyConfig())
-    return type(model).from_pretrained(folder, quantization_config=settings)
+    try:
+        return type(model).from_pretrained(folder, quantization_config=settings)
+    except NotImplementedError as error:
+        if OLD_RELEASE:
+            pytest.skip(f"this release cannot load it: {error}"[:100])
+        raise
 
 
 def bitsandbytes_on_loading(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -602,7 +607,7 @@ def test_autocast(kind: str, dtype: torch.dtype) -> None:
         stock = model.generate(**inputs, **call)
         ours = model.generate(**inputs, **call, custom_generate="hf_paged_beam")
     assert ours.beam_path == path_of(kind)
-    check_quality(copy.deepcopy(model).float(), inputs, stock, ours, 0.03)
+    check_quality(copy.deepcopy(model).float(), inputs, stock, ours, 0.06)
     held = {layer._keys.dtype for layer in returned_cache(ours).indexed_layers()}
     assert held <= {torch.bfloat16, torch.float32}
 
@@ -659,7 +664,8 @@ def test_training_mode(kind: str, checkpointing: bool) -> None:
     model, inputs = without_dropout(tiny_model(kind)).train(), prompts(kind, 3)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    stock, ours = check_same_call(model, inputs, **SEARCH)
+    stock, ours = search_both(model, inputs, **SEARCH)
+    check_equal(stock, ours)
     assert model.training
     cache = returned_cache(stock)
     uncached = cache is None or cache.get_seq_length() == 0

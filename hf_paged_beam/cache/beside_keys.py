@@ -64,8 +64,8 @@ class IndexedPoolLayer(PoolLayer):
     STORED = (*PoolLayer.STORED, "_indexer")
     can_fold = False
 
-    def __init__(self, index: BeamIndex, sliding_window: int | None = None, stored: torch.dtype | None = None):
-        super().__init__(index, sliding_window, stored)
+    def __init__(self, index: BeamIndex, stored: torch.dtype | None = None):
+        super().__init__(index, stored=stored)  # transformers' layer of this kind has no window
         self._indexer: torch.Tensor | None = None
         self.state = _RowPositions()
 

@@ -100,16 +100,26 @@ class AsWritten:
 
     def __enter__(self) -> None:
         with _borrowing:
-            if AsWritten._holders == 0:
-                AsWritten._stance = torch.compiler.set_stance("force_eager")
-                AsWritten._stance.__enter__()
-            AsWritten._holders += 1
+            try:
+                if AsWritten._holders == 0:
+                    AsWritten._stance = torch.compiler.set_stance("force_eager")  # in force once it is made
+                AsWritten._holders += 1
+            except BaseException:  # the caller's Ctrl-C
+                AsWritten._put_back()
+                raise
 
     def __exit__(self, *error: object) -> None:
         with _borrowing:
-            AsWritten._holders -= 1
-            if AsWritten._holders == 0:
-                AsWritten._stance.__exit__(None, None, None)
+            try:
+                AsWritten._holders -= 1
+            finally:
+                AsWritten._put_back()
+
+    @staticmethod
+    def _put_back() -> None:
+        if AsWritten._holders == 0 and AsWritten._stance is not None:
+            AsWritten._stance.__exit__(None, None, None)
+            AsWritten._stance = None
 
 
 def own_attention(module: Any) -> Callable | None:

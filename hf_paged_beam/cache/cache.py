@@ -204,7 +204,7 @@ class BeamVerbs:
         rows = next((layer._keys.shape[0] for layer in layers if layer._keys is not None), 0)
         slots = rows * (index.prompt_length + index.tree_slots) if index.decoding else rows * length
         live = slots
-        if index.decoding:
+        if index.decoding and layers:
             live = rows * index.prompt_length + int(index.live().sum())
         return CacheUsage(
             slots=slots,
@@ -265,8 +265,8 @@ class PagedBeamCache(BeamVerbs, Cache):
             `PagedBeamEncoderDecoderCache`.
         num_beams: `W`, beams per prompt, at least 1.
         kv_dtype: what keys and values are stored as: "float16", "bfloat16", "int8" or "float8_e4m3fn" (the last two
-            with a scale per token and head), or that torch.dtype; None for the model's own. The prompt's own pass
-            computes with what it made, later steps with what was stored.
+            with a scale per token and head), or that torch.dtype; None for the model's own. The prompt's pass (of a
+            prompt in chunks, the first) computes with what it made, what comes later with what was stored.
         stock_layers: the empty layers that transformers would use, where they were already made.
 
     As ``model.generate(..., num_beams=W, past_key_values=PagedBeamCache(model.config, num_beams=W))`` it serves
@@ -368,8 +368,8 @@ class PagedBeamCache(BeamVerbs, Cache):
         if versions.is_attention_with_state(stock_layer):
             return RecurrentPoolLayer(*kind, state=versions.state_alone(stock_layer))
         if versions.is_indexed_attention(stock_layer):
-            return IndexedPoolLayer(*kind)
-        return stock_layer
+            return IndexedPoolLayer(self.index, self.kv_dtype)
+        return copy.deepcopy(stock_layer)  # the caller's own may be among them
 
 
 class _CrossCache(Cache):
@@ -503,24 +503,26 @@ def adopt_prefix(
 
 def _adopt_layers(theirs: Cache, ours: Cache, num_beams: int, batch_size: int) -> None:
     allowed = (batch_size, batch_size * num_beams)
-    for layer in theirs.layers:
-        keys = getattr(layer, "keys", None)
-        if keys is not None and keys.shape[0] not in allowed:
-            raise ValueError(
-                f"the given cache has {keys.shape[0]} rows; expected {allowed[0]} (one per prompt) or {allowed[1]} "
-                f"(one per beam)"
-            )
+    rows = versions.rows_of(theirs)
+    if rows is not None and rows not in allowed:
+        raise ValueError(
+            f"the given cache has {rows} rows; expected {allowed[0]} (one per prompt) or {allowed[1]} (one per beam)"
+        )
     for number, layer in enumerate(theirs.layers):
+        if versions.is_placeholder(layer):
+            continue
         whole = versions.whole_states(layer)
         if whole is None:
             what = f"layer {number} of the given cache, {layer}, holds more or less than the keys of a whole prefix"
-            if getattr(layer, "keys", None) is not None and layer.keys.shape[0] != allowed[1]:
+            if rows not in (None, allowed[1]):
                 raise ValueError(
                     f"{what}. Only transformers' own search can continue that, from {allowed[1]} rows, one per beam; "
-                    f"the cache has {layer.keys.shape[0]}."
+                    f"the cache has {rows}."
                 )
             raise NotImplementedError(what)
         keys, values = whole
         if keys.shape[0] == allowed[1]:
             keys, values = one_row_per_prompt(keys, num_beams), one_row_per_prompt(values, num_beams)
+        if isinstance(ours, PagedBeamCache) and number == len(ours.layers):  # one that the model has added
+            ours.layers.append(ours._our_layer(versions.dynamic_layer(getattr(layer, "sliding_window", None))))
         ours.update(keys, values, number)

@@ -65,6 +65,7 @@ class _IndexedLayer(CacheLayerMixin):
     supports_early_init = False
     max_cache_len = -1  # releases before 5.0 ask for it: no limit
 
+    state: Any = None
     STORED: tuple[str, ...] = ("_keys", "_values")
     """Names of the tensors with one row per prompt, ``[B, heads, S, D]``."""
 
@@ -190,7 +191,6 @@ class PoolLayer(_IndexedLayer):
     """
 
     can_fold = True
-    state: Any = None
 
     def __init__(self, index: BeamIndex, sliding_window: int | None = None, stored: torch.dtype | None = None):
         super().__init__(index, stored)

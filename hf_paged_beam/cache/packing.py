@@ -23,11 +23,16 @@ class Packing(NamedTuple):
 
     Attributes:
         stored: dtype of the entries.
-        computed: dtype that the model works in; scales are kept in it.
+        computed: dtype that the model works in.
     """
 
     stored: torch.dtype
     computed: torch.dtype
+
+    @property
+    def scales(self) -> torch.dtype:
+        """What scales are kept in: the model's own dtype, unless that has no room for small ones."""
+        return torch.float32 if self.computed == torch.float16 else self.computed
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """``[..., D]`` as the model made it to what is stored: ``[..., D]``, or ``[..., D + scale bytes]`` int8.
@@ -38,8 +43,8 @@ class Packing(NamedTuple):
         largest = _LARGEST.get(self.stored)
         if largest is None:
             return states.to(self.stored)
-        states = states.to(self.computed)  # autocast may have begun since
-        scale = states.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(torch.finfo(self.computed).tiny)
+        states = states.to(self.scales)
+        scale = states.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(torch.finfo(self.scales).tiny)
         entries = states.div(scale).clamp_(-largest, largest)
         if not self.stored.is_floating_point:
             entries.round_()
@@ -49,9 +54,9 @@ class Packing(NamedTuple):
         """What `pack` stored, in the model's dtype: ``[..., D]``."""
         if self.stored not in _LARGEST:
             return packed.to(self.computed)
-        size = packed.shape[-1] - self.computed.itemsize
-        entries, scale = packed.narrow(-1, 0, size), packed.narrow(-1, size, self.computed.itemsize)
-        return entries.view(self.stored).to(self.computed).mul_(scale.contiguous().view(self.computed))
+        size = packed.shape[-1] - self.scales.itemsize
+        entries, scale = packed.narrow(-1, 0, size), packed.narrow(-1, size, self.scales.itemsize)
+        return entries.view(self.stored).to(self.scales).mul_(scale.contiguous().view(self.scales)).to(self.computed)
 
 
 def stored_dtype(kv_dtype: object) -> torch.dtype | None:

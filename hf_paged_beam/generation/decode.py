@@ -112,7 +112,14 @@ class DecodeSteps:
         self._kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
+        self._check_that_the_cache_is_ours()
         return outputs
+
+    def _check_that_the_cache_is_ours(self) -> None:
+        """Beams are reordered in our cache; a model that goes on with another one would not see it."""
+        returned = self._kwargs[versions.CACHE_ARGUMENT]
+        if returned is not self.cache and getattr(returned, "index", None) is not self.cache.index:
+            raise HandOver(f"{type(self.model).__name__} puts keys into another cache, a {type(returned).__name__}")
 
     def _begin(self, input_ids: torch.Tensor) -> None:
         """Before the first step: find the path, where it is not known, and give every beam its row of the inputs."""
@@ -164,7 +171,7 @@ class DecodeSteps:
             with self._as_written:  # nothing is compiled for a few beams
                 return few._forward(input_ids).logits[:, -1]
         except _FOLDING_ERRORS as error:
-            return error
+            return error.with_traceback(None)  # whose frames hold this call, and the caller's: a cycle
 
     def _give_offsets(self) -> None:
         """Give every beam its row of the offsets that models keep: not all of them repeat what they kept."""

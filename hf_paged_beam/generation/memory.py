@@ -17,22 +17,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(cache: Any, batch_size: int, prompt_length: int) -> Iterator[None]:
+def explain_out_of_memory(search: Any) -> Iterator[None]:
     """Add to torch's error what was being searched, and what would make it smaller.
 
     Args:
-        cache: the search's cache.
-        batch_size: `B`.
-        prompt_length: `P`.
+        search: a `BeamSearch`; its cache is looked at when the error comes.
     """
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        held = cache.held_bytes() / 2**20
+        held = search.cache.held_bytes() / 2**20
         raise type(error)(
-            f"{error}\nThe search had {batch_size} prompts (B) of {cache.num_beams} beams each (W), prompts of "
-            f"{prompt_length} tokens, and held {held:.1f} MiB of keys and values. A smaller batch, fewer beams "
-            f"(num_beams), fewer tokens (max_new_tokens) or a smaller dtype need less memory."
+            f"{error}\nThe search had {search.batch_size} prompts (B) of {search.cache.num_beams} beams each (W), "
+            f"prompts of {search.prompt_length} tokens, and held {held:.1f} MiB of keys and values. A smaller batch, "
+            f"fewer beams (num_beams), fewer tokens (max_new_tokens) or a smaller dtype need less memory."
         ) from error

@@ -18,7 +18,7 @@ from ..versions import GenerativeModel
 _PROMPT_ONLY = {"inputs_embeds", *getattr(stock, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())}
 """Inputs that no decode step reads: not carried on, let alone repeated for every beam."""
 
-_OURS = (PagedBeamCache, PagedBeamEncoderDecoderCache)
+OUR_CACHES = (PagedBeamCache, PagedBeamEncoderDecoderCache)
 
 
 class HandOver(Exception):
@@ -98,7 +98,7 @@ def prepare_cache(
         raise HandOver(reason)
     if given is not None and versions.has_seen_tokens(given):
         return _adopt(given, model, config.num_beams, batch_size, kv_dtype)
-    if isinstance(given, _OURS):
+    if isinstance(given, OUR_CACHES):
         if given.num_beams != config.num_beams:
             raise ValueError(
                 f"the given cache was made for num_beams={given.num_beams}, but the call has "
@@ -114,7 +114,14 @@ def prepare_cache(
         layers = versions.dynamic_layers(given)
         cache = PagedBeamCache(model.config, config.num_beams, kv_dtype=kv_dtype, stock_layers=layers)
     cache.accept_wide_prompt(False)
+    if batch_size == 1 and cache.has_recurrent_layers and _is_padded(kwargs) and versions.takes_padding_in(model):
+        raise HandOver(f"{type(model).__name__} takes padding into its states where there is one row")
     return cache
+
+
+def _is_padded(kwargs: dict[str, Any]) -> bool:
+    mask = kwargs.get("attention_mask")
+    return mask is not None and not bool(mask.all())  # host read: before the search
 
 
 def cache_with_prompt(cache: Any, kwargs: dict[str, Any], *, model: GenerativeModel, batch_size: int) -> Any:
@@ -134,6 +141,7 @@ def cache_with_prompt(cache: Any, kwargs: dict[str, Any], *, model: GenerativeMo
     if others:
         raise HandOver(f"{type(model).__name__} keeps rows in a cache of its own, {next(iter(others))}")
     if returned is None or not returned.get_seq_length():
+        _check_next_inputs(model, kwargs)
         return cache
     if isinstance(returned, EncoderDecoderCache) != isinstance(cache, EncoderDecoderCache):
         raise HandOver(f"{type(model).__name__} wraps its cache in a {type(returned).__name__}")
@@ -145,11 +153,25 @@ def cache_with_prompt(cache: Any, kwargs: dict[str, Any], *, model: GenerativeMo
     return _adopt(returned, model, cache.num_beams, batch_size, cache.kv_dtype)
 
 
+def _check_next_inputs(model: GenerativeModel, kwargs: dict[str, Any]) -> None:
+    """Hand over, before anything is chosen, if what wraps the model prepares more than a step's one token, as adapters
+    do which put virtual tokens before what they take for a prompt."""
+    if "prepare_inputs_for_generation" not in vars(model):
+        return
+    rows = kwargs["attention_mask"].shape[0] if kwargs.get("attention_mask") is not None else 1
+    token = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+    inputs = model.prepare_inputs_for_generation(token, **versions.NEWEST_TOKEN, **kwargs)
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    given = [inputs.get(part) for part in (name, "inputs_embeds") if inputs.get(part) is not None]
+    if any(part.shape[1] != 1 for part in given):
+        raise HandOver(f"{type(model).__name__} is wrapped by what prepares several tokens for a step of one")
+
+
 def _adopt(given: Cache, model: GenerativeModel, num_beams: int, batch_size: int, kv_dtype: torch.dtype | None) -> Any:
     try:
         return adopt_prefix(given, model.config, num_beams, batch_size, kv_dtype or getattr(given, "kv_dtype", None))
     except NotImplementedError as error:
-        if isinstance(given, _OURS):
+        if isinstance(given, OUR_CACHES):
             raise ValueError(
                 f"{error}. Pass {versions.CACHE_ARGUMENT}=cache.to_dynamic() for transformers' own search to continue."
             ) from error

@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,8 +75,22 @@ def run_search(call: SearchCall) -> Any:
         torch.OutOfMemoryError: with what was searched, and what would make it smaller, added to its message.
     """
     search = BeamSearch(call)
-    with explain_out_of_memory(search.cache, search.batch_size, search.prompt_length):
-        return search.run()
+    drawn = _random_states(search.device) if call.settings.do_sample else []
+    try:
+        with explain_out_of_memory(search):
+            return search.run()
+    except HandOver:
+        for put_back, state in drawn:  # transformers' own search shall draw what it would have drawn
+            put_back(state)
+        raise
+
+
+def _random_states(device: torch.device) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
+    """States of the generators that a search on `device` draws from, each with what puts it back."""
+    states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if device.type == "cuda":
+        states.append((functools.partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)))
+    return states
 
 
 class BeamSearch:
