@@ -12,7 +12,7 @@ import torch
 from comparing import check_equal, check_same_call, returned_cache
 from sweep_architectures import tiny_model as tiny_architecture
 from tiny_models import prompts, tiny_model
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
+from transformers import DynamicCache, EncoderDecoderCache, LlamaForCausalLM, LogitsProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import hf_paged_beam
@@ -206,7 +206,12 @@ def test_a_prefix_in_our_encoder_decoder_cache(kind: str) -> None:
         encoded = model.get_encoder()(**inputs)
         model(encoder_outputs=encoded, attention_mask=inputs["attention_mask"], decoder_input_ids=start[:, :2],
               **{CACHE_ARGUMENT: cache})  # fmt: skip
-    call = {**CALL, "decoder_input_ids": start}
-    whole = model.generate(**inputs, **call)
-    ours = model.generate(**inputs, **call, custom_generate=NAME, **{CACHE_ARGUMENT: cache})
-    check_equal(whole, ours)
+    theirs = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    wide = {name: given.repeat_interleave(4, dim=0) for name, given in inputs.items()}
+    with torch.no_grad():
+        model(**wide, decoder_input_ids=start[:, :2].repeat_interleave(4, dim=0), **{CACHE_ARGUMENT: theirs})
+    call = {**inputs, **CALL, "decoder_input_ids": start, "decoder_attention_mask": torch.ones_like(start)}
+    stock = model.generate(**call, **{CACHE_ARGUMENT: theirs})
+    ours = model.generate(**call, custom_generate=NAME, **{CACHE_ARGUMENT: cache})
+    check_equal(stock, ours)
+    assert ours.beam_path != "handed over"
