@@ -36,11 +36,20 @@ def test_int8_moves_each_entry_by_half_a_step(size: int, computed: torch.dtype) 
     states = torch.randn(2, 3, 5, size, generator=torch.manual_seed(0)).to(computed) * 4
     eight = packing("int8", computed)
     packed = eight.pack(states)
-    assert packed.dtype == torch.int8 and packed.shape == (2, 3, 5, size + computed.itemsize)
+    assert packed.dtype == torch.int8 and packed.shape == (2, 3, 5, size + eight.scales.itemsize)
     largest = states.abs().amax(-1, keepdim=True).double()
     rounding = torch.finfo(computed).eps * largest
     moved = (eight.unpack(packed).double() - states.double()).abs()
     assert (moved <= largest / 127 / 2 + 2 * rounding).all() and moved.max() > 0
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("computed", COMPUTED, ids=str)
+def test_small_numbers_keep_as_many_bits_as_large_ones(computed: torch.dtype, size: float) -> None:
+    states = (torch.randn(50, 64, generator=torch.manual_seed(0)) * size).to(computed)
+    eight = packing("int8", computed)
+    moved = (eight.unpack(eight.pack(states)).double() - states.double()).norm() / states.double().norm()
+    assert moved < 0.012
 
 
 @pytest.mark.parametrize("computed", COMPUTED, ids=str)
