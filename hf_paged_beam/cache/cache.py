@@ -53,6 +53,8 @@ class BeamVerbs:
     """What a search may ask of the cache; shared by the decoder-only and the encoder-decoder form."""
 
     index: BeamIndex
+    max_cache_len = -1
+    """No limit. Releases before 5.20 ask their caches for it, and PEFT goes on asking."""
 
     def indexed_layers(self) -> list[PoolLayer | CrossLayer]:
         """All layers that keep their data in the pool or once per prompt."""
