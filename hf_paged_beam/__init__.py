@@ -13,6 +13,7 @@ Read the package in the order in which a call goes through it:
 
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache
 from .door import PagedBeamMixin, beam_search, disable, enable, generate, register_name
+from .generation import TokenTrie
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "PagedBeamCache",
     "PagedBeamEncoderDecoderCache",
     "PagedBeamMixin",
+    "TokenTrie",
     "beam_search",
     "disable",
     "enable",

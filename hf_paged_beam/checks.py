@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.cache_utils import Cache
 
-from .generation import check_counts
+from .generation import SearchSettings, check_counts
 from .versions import GenerativeModel, has_seen_tokens
 
 _GONE = {
@@ -69,6 +70,36 @@ def check_prepared(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs
         _check_positions(model, input_ids.shape[1], decoder=True)
     else:
         _check_prompt(model, input_ids, model_kwargs)
+
+
+def check_tries(
+    model: GenerativeModel, batch_size: int, settings: SearchSettings, processors: LogitsProcessorList
+) -> None:
+    """Refuse tries that do not fit the call.
+
+    Raises:
+        ValueError: see the module's header.
+    """
+    if settings.trie is None:
+        return
+    if len(settings.trie) not in (1, batch_size) or (len(settings.trie) == 1 != batch_size and settings.trie_is_list):
+        raise ValueError(
+            f"trie has {len(settings.trie)} tries for {batch_size} prompts. Pass one TokenTrie for all prompts, or a "
+            f"list of one for each."
+        )
+    if any(isinstance(given, PrefixConstrainedLogitsProcessor) for given in processors):
+        raise ValueError("prefix_allowed_tokens_fn and trie are two constraints of one kind; leave one of them out")
+    rows = model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else None
+    ends = [] if settings.eos_token_ids is None else settings.eos_token_ids.tolist()  # host read: before the search
+    for trie in settings.trie:
+        if rows is not None and trie.largest_token >= rows:
+            raise ValueError(f"trie holds the token {trie.largest_token}, but the model's vocabulary has {rows} tokens")
+        for end in ends:
+            if trie.goes_on_after(end):
+                raise ValueError(
+                    f"an item of trie goes on after the end token {end}, where a search ends. Leave such items out, or "
+                    f"set eos_token_id to another token."
+                )
 
 
 def _check_prompt(model: GenerativeModel, input_ids: Any, arguments: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ differs in two points: inputs are not repeated for every beam, and the decoding 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,17 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from transformers.utils import logging
 
 from . import versions
-from .checks import check_arguments, check_prepared, is_beam_search, setting
-from .generation import OUR_CACHES, HandOver, SearchCall, SearchSettings, check_options, reason_to_hand_over, run_search
+from .checks import check_arguments, check_prepared, check_tries, is_beam_search, setting
+from .generation import (
+    OUR_CACHES,
+    HandOver,
+    SearchCall,
+    SearchSettings,
+    TokenTrie,
+    check_options,
+    reason_to_hand_over,
+    run_search,
+)
 from .versions import GenerativeModel
 
 NAME = "hf_paged_beam"
@@ -38,6 +47,8 @@ def generate(
     length_normalization: str = "length",
     beam_attention: str = "auto",
     kv_dtype: str | torch.dtype | None = None,
+    trie: TokenTrie | Sequence[TokenTrie] | None = None,
+    trie_renormalize: bool = False,
     **arguments: Any,
 ) -> Any:
     """Beam search over a paged cache, with the arguments of ``model.generate`` and its results.
@@ -52,6 +63,9 @@ def generate(
         kv_dtype: what keys and values are stored as: "float16", "bfloat16", "int8" or "float8_e4m3fn", or that
             torch.dtype; None for the model's own. The last two keep a scale per token and head. Results then differ
             from transformers' by that rounding; its size is measured in docs/differences.md.
+        trie: the items that sequences may be, one trie for all prompts or a list of one for each. Scores are those of
+            the whole vocabulary; the output's `item_ids` tells which items came back.
+        trie_renormalize: whether scores are log-probabilities among the tokens that the trie allows.
         **arguments: everything else that ``model.generate`` takes.
 
     Returns:
@@ -63,10 +77,18 @@ def generate(
         ValueError: for an argument that is out of range; the message names it, what came and what is accepted.
         RuntimeError: if the model's logits are not numbers; the message names the step.
     """
-    options = {"length_normalization": length_normalization, "beam_attention": beam_attention, "kv_dtype": kv_dtype}
+    options = {
+        "length_normalization": length_normalization,
+        "beam_attention": beam_attention,
+        "kv_dtype": kv_dtype,
+        "trie": trie,
+        "trie_renormalize": trie_renormalize,
+    }
     check_options(**options)
     arguments.pop("trust_remote_code", None)
     if not is_beam_search(model, arguments):
+        if trie is not None:
+            raise ValueError("trie needs num_beams of at least 2, and no assistant_model: it constrains a beam search")
         reason = HandOver("one beam, or the help of another model, is not beam search")
         return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), reason)
     check_arguments(model, inputs, arguments)
@@ -104,19 +126,27 @@ def beam_search(
     length_normalization: str = "length",
     beam_attention: str = "auto",
     kv_dtype: str | torch.dtype | None = None,
+    trie: TokenTrie | Sequence[TokenTrie] | None = None,
+    trie_renormalize: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """The search as a callable for ``custom_generate=``. transformers prepares, and repeats the inputs for each beam.
 
     Args:
         input_ids: ``[B·W, P]`` int64, the `W` rows of a prompt equal.
-        length_normalization, beam_attention, kv_dtype: as in `generate`.
+        length_normalization, beam_attention, kv_dtype, trie, trie_renormalize: as in `generate`.
 
     On this route transformers drops `tokenizer`, `streamer` and `synced_gpus`; ``custom_generate="hf_paged_beam"``
     takes them all, and does not repeat the inputs.
     """
     width = generation_config.num_beams
-    options = {"length_normalization": length_normalization, "beam_attention": beam_attention, "kv_dtype": kv_dtype}
+    options = {
+        "length_normalization": length_normalization,
+        "beam_attention": beam_attention,
+        "kv_dtype": kv_dtype,
+        "trie": trie,
+        "trie_renormalize": trie_renormalize,
+    }
     prepared = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
@@ -270,6 +300,7 @@ def _search(
 ) -> Any:
     """Search with what transformers prepared, at one row per prompt."""
     settings = SearchSettings.from_config(generation_config, input_ids.shape[1], **options)
+    check_tries(model, input_ids.shape[0], settings, logits_processor)
     call = SearchCall(
         model=model,
         input_ids=input_ids,
@@ -342,6 +373,8 @@ def _early_reason(model: GenerativeModel, arguments: dict[str, Any]) -> str | No
 
 def _refuse_what_is_ours_alone(options: dict[str, Any], reason: str) -> None:
     """Raise `ValueError` if transformers' own search would give another result than was asked for."""
+    if options["trie"] is not None:
+        raise ValueError(f"trie is not known to transformers' own search, which this call needs: {reason}")
     if options["length_normalization"] != "length":
         raise ValueError(
             f"length_normalization={options['length_normalization']!r} is not known to transformers' own search, which "

@@ -103,6 +103,7 @@ class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput, _SearchReport):
     Args:
         token_logprobs: ``[B·n, T]`` float32, processed log-probability of each returned token, 0 after the end.
             Its row sums over the length form are `sequences_scores`.
+        item_ids: ``[B·n]`` int64, with a trie: index of the item that each sequence is, -1 where it is none.
 
     Attributes:
         kv_usage: what the search's cache holds (`CacheUsage`), counted when it is asked for.
@@ -110,6 +111,7 @@ class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput, _SearchReport):
     """
 
     token_logprobs: torch.Tensor | None = None
+    item_ids: torch.Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -117,6 +119,7 @@ class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput, _SearchReport):
     """transformers' beam output for encoder-decoder models, with the fields of `BeamDecoderOnlyOutput`."""
 
     token_logprobs: torch.Tensor | None = None
+    item_ids: torch.Tensor | None = None
 
 
 def stock_layers(config: PreTrainedConfig) -> list[Any]:

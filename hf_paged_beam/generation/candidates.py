@@ -45,7 +45,7 @@ def _flat(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> 
         parents=places // vocabulary,
         token_scores=log_probs.reshape(running_scores.shape[0], -1).gather(1, places),
     )
-    return found if kept == count else _pad(found, count - kept)
+    return pad_candidates(found, count - kept)
 
 
 def sampled_candidates(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
@@ -101,7 +101,7 @@ def _merge(
         parents=places // per_row,
         token_scores=token_scores.reshape(batch, -1).gather(1, places),
     )
-    return found if kept == count else _pad(found, count - kept)
+    return pad_candidates(found, count - kept)
 
 
 def _per_prompt(token_scores: torch.Tensor, running_scores: torch.Tensor) -> torch.Tensor:
@@ -109,12 +109,15 @@ def _per_prompt(token_scores: torch.Tensor, running_scores: torch.Tensor) -> tor
     return (token_scores.reshape(batch, rows, -1) + running_scores.unsqueeze(-1)).view(batch, -1)
 
 
-def _pad(found: Candidates, missing: int) -> Candidates:
-    """Fill up with candidates of score -inf, where the vocabulary offers fewer continuations than asked for."""
+def pad_candidates(found: Candidates, missing: int) -> Candidates:
+    """Fill up with candidates of score -inf, where there are fewer continuations than asked for."""
+    if not missing:
+        return found
     pad = torch.nn.functional.pad
     return Candidates(
         scores=pad(found.scores, (0, missing), value=-torch.inf),
         tokens=pad(found.tokens, (0, missing)),
         parents=pad(found.parents, (0, missing)),
         token_scores=pad(found.token_scores, (0, missing), value=-torch.inf),
+        nodes=None if found.nodes is None else pad(found.nodes, (0, missing)),
     )

@@ -74,6 +74,10 @@ class History:
             scores=scores,
         )
 
+    def last_nodes(self, state: SearchState, count: int) -> torch.Tensor:
+        """``[B, n]`` int64: the node on which each of the best finished sequences ended; any where there is none."""
+        return self._of_all("nodes").gather(1, state.finished_origin[:, :count].clamp(min=0))
+
     def _of_all(self, name: str) -> torch.Tensor:
         """A field of all candidates of all steps: ``[B, T·K]``."""
         return torch.cat([getattr(candidates, name) for candidates, _ in self._steps], dim=1)

@@ -69,6 +69,7 @@ def build_output(
     cache: Any,
     encoder_outputs: Any,
     beam_path: str,
+    item_ids: torch.Tensor | None,
 ) -> Any:
     """The tensor or object to return.
 
@@ -80,6 +81,7 @@ def build_output(
         cache: the search's cache.
         encoder_outputs: of an encoder-decoder model, else None.
         beam_path: how keys were read.
+        item_ids: ``[B, n]`` int64 of a constrained search, else None.
     """
     inside = sequences.inside
     tokens = torch.where(inside, sequences.tokens, settings.fill_token_id)
@@ -95,6 +97,7 @@ def build_output(
         "logits": kept.logits,
         "beam_indices": beam_indices.flatten(0, 1),
         "token_logprobs": sequences.token_scores.flatten(0, 1),
+        "item_ids": None if item_ids is None else item_ids.flatten(),
         versions.CACHE_ARGUMENT: cache,
     }
     if kept.is_encoder_decoder:

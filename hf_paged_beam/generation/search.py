@@ -3,6 +3,7 @@
 1. prompt     once, at one row per prompt                                        prompt.py
 2. scores     log-probabilities, processed                                       scores.py
 3. candidates the K best continuations of each prompt                            candidates.py
+              with a trie: of those that stay on items                           constrain.py, trie.py
 4. hits       which of them end here                                             stopping.py
 5. advance    the ended finish, the best others run on                           advance.py
 6. fork       beams continue their parents in the cache: indices move, no keys   cache/
@@ -25,6 +26,7 @@ from .. import versions
 from ..versions import GenerativeModel
 from .advance import advance
 from .candidates import best_candidates, sampled_candidates
+from .constrain import Forest, ItemConstraint, forced_tokens, with_constraint
 from .decode import DecodeSteps
 from .history import History
 from .lengths import LengthTables
@@ -104,7 +106,8 @@ class BeamSearch:
         self.cache = prepare_cache(
             call.model, call.config, call.model_kwargs, self.batch_size, kv_dtype=self.settings.kv_dtype
         )
-        self.process = ProcessedScores(call.processors, self.settings.num_beams)
+        self.constraint = self._constraint()
+        self.process = ProcessedScores(self._processors(), self.settings.num_beams)
         self.stopping = CandidateStopping(call.criteria)
         self.tables = LengthTables(
             self.batch_size,
@@ -117,6 +120,24 @@ class BeamSearch:
         self.kept = StepOutputs(self.settings, call.model.config.is_encoder_decoder)
         self.history = History()
         self.first_rows = torch.arange(self.batch_size, device=self.device).unsqueeze(1) * self.settings.num_beams
+
+    def _constraint(self) -> ItemConstraint | None:
+        settings = self.settings
+        if settings.trie is None:
+            return None
+        forest = Forest(settings.trie, self.batch_size, self.device)
+        begins = forced_tokens(self.call.processors, self.prompt_length)
+        return ItemConstraint(forest, begins=begins, renormalize=settings.trie_renormalize)
+
+    def _processors(self) -> LogitsProcessorList:
+        """The processors, the constraint among them where whole rows of scores are wanted."""
+        processors, settings = self.call.processors, self.settings
+        self.looks_up_children = self.constraint is not None and not (
+            processors or settings.do_sample or settings.output_scores
+        )
+        if self.constraint is None or self.looks_up_children:
+            return processors
+        return with_constraint(processors, self.constraint)
 
     def run(self) -> Any:
         outputs, decode = self._prompt()
@@ -131,6 +152,8 @@ class BeamSearch:
                 state, candidates, hits, length=self.length + 1, tables=self.tables,
                 early_stopping=self.settings.early_stopping,
             )  # fmt: skip
+            if self.constraint is not None:
+                self.constraint.follow(candidates, chosen)
             rows = self._extend_rows(rows, chosen)
             self.history.record(candidates, chosen)
             if self._fork_and_read(state, candidates, chosen):
@@ -180,19 +203,25 @@ class BeamSearch:
         logits = outputs.logits[:, -1, :].to(self.device)  # [B·R, V]
         self.kept.keep_logits(logits, self.first)
         settings, count = self.settings, self.settings.num_candidates
+        if self.constraint is not None and self.looks_up_children:
+            scores = logits.float() if settings.trie_renormalize else self.process(logits, rows, self.first)
+            return self.constraint.candidates(scores, state.running_scores, settings.num_beams, count)
         log_probs = self.process(logits, rows, self.first)
         wide = log_probs.shape[0] > logits.shape[0]
         self.kept.keep_scores(log_probs, self.first and not wide)
         if wide:
             log_probs = log_probs[:: settings.num_beams]  # only the first beam of a prompt runs at the first step
         choose = sampled_candidates if settings.do_sample else best_candidates
-        return choose(log_probs, state.running_scores, count)
+        candidates = choose(log_probs, state.running_scores, count)
+        return candidates if self.constraint is None else self.constraint.placed(candidates)
 
     def _hits(self, candidates: Candidates, rows: torch.Tensor | None) -> torch.Tensor | None:
         candidate_rows = None
         if self.stopping.needs_rows and rows is not None:
             candidate_rows = _continue_rows(rows, candidates.parents, candidates.tokens)
-        return self.stopping.hits(candidates, self.prompt_length + self.length + 1, candidate_rows, self.kept.scores)
+        hits = self.stopping.hits(candidates, self.prompt_length + self.length + 1, candidate_rows, self.kept.scores)
+        ends = None if self.constraint is None else self.constraint.hits(candidates)
+        return hits if ends is None else ends if hits is None else hits | ends
 
     def _extend_rows(self, rows: torch.Tensor | None, chosen: Chosen) -> torch.Tensor | None:
         return None if rows is None else _continue_rows(rows, chosen.parents, chosen.tokens)
@@ -230,7 +259,16 @@ class BeamSearch:
             cache=self.cache,
             encoder_outputs=self.call.model_kwargs.get("encoder_outputs"),
             beam_path=beam_path,
+            item_ids=self._item_ids(state),
         )
+
+    def _item_ids(self, state: SearchState) -> torch.Tensor | None:
+        """``[B, n]`` int64: the item of each returned sequence, -1 where it is none."""
+        if self.constraint is None:
+            return None
+        nodes = self.history.last_nodes(state, self.settings.num_return_sequences)
+        found = state.finished_scores[:, : nodes.shape[1]] > -torch.inf
+        return self.constraint.forest.items(nodes).masked_fill(~found, -1)
 
 
 def _continue_rows(rows: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

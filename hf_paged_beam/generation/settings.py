@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
@@ -10,6 +11,7 @@ from transformers import GenerationConfig
 
 from ..cache import stored_dtype
 from .lengths import LENGTH_NORMALIZATIONS
+from .trie import TokenTrie
 
 EARLY_STOPPING = (True, False, "never")
 BEAM_ATTENTION = ("auto", "folded", "gathered")
@@ -27,7 +29,13 @@ def check_counts(num_beams: object, num_return_sequences: object) -> None:
         )
 
 
-def check_options(length_normalization: object, beam_attention: object, kv_dtype: object = None) -> None:
+def check_options(
+    length_normalization: object,
+    beam_attention: object,
+    kv_dtype: object = None,
+    trie: object = None,
+    trie_renormalize: object = False,
+) -> None:
     """Raise `ValueError` unless this package's own keywords have values that it knows."""
     if length_normalization not in LENGTH_NORMALIZATIONS:
         raise ValueError(
@@ -39,6 +47,16 @@ def check_options(length_normalization: object, beam_attention: object, kv_dtype
             f"beam_attention must be one of {', '.join(map(repr, BEAM_ATTENTION))}, but got {beam_attention!r}"
         )
     stored_dtype(kv_dtype)
+    tries = [] if trie is None else trie if isinstance(trie, (list, tuple)) else [trie]
+    if not all(isinstance(given, TokenTrie) for given in tries) or (trie is not None and not tries):
+        kinds = sorted({type(given).__name__ for given in tries})
+        raise ValueError(
+            f"trie must be a TokenTrie, or a list of one for each prompt, but got {kinds or 'an empty list'}"
+        )
+    if not isinstance(trie_renormalize, bool) or (trie_renormalize and trie is None):
+        raise ValueError(
+            f"trie_renormalize must be True or False, and True only with a trie, but got {trie_renormalize!r}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +75,9 @@ class SearchSettings:
         length_normalization: "length", "gnmt" or "none".
         beam_attention: "auto", "folded" or "gathered".
         kv_dtype: what keys and values are stored as; None for the model's own dtype.
+        trie: the items that sequences may be: one trie for all prompts, or one for each; None for no constraint.
+        trie_is_list: whether there is one for each.
+        trie_renormalize: whether log-probabilities are those among the allowed tokens.
         return_dict, output_scores, output_logits, output_attentions, output_hidden_states: what to return.
     """
 
@@ -71,6 +92,9 @@ class SearchSettings:
     length_normalization: str
     beam_attention: str
     kv_dtype: torch.dtype | None
+    trie: tuple[TokenTrie, ...] | None
+    trie_is_list: bool
+    trie_renormalize: bool
     return_dict: bool
     output_scores: bool
     output_logits: bool
@@ -92,6 +116,8 @@ class SearchSettings:
         length_normalization: str,
         beam_attention: str,
         kv_dtype: str | torch.dtype | None = None,
+        trie: TokenTrie | Sequence[TokenTrie] | None = None,
+        trie_renormalize: bool = False,
     ) -> SearchSettings:
         """Read transformers' prepared configuration.
 
@@ -104,7 +130,7 @@ class SearchSettings:
         """
         num_return = 1 if config.num_return_sequences is None else config.num_return_sequences
         check_counts(config.num_beams, num_return)
-        check_options(length_normalization, beam_attention, kv_dtype)
+        check_options(length_normalization, beam_attention, kv_dtype, trie, trie_renormalize)
         early = False if config.early_stopping is None else config.early_stopping
         if early not in EARLY_STOPPING or (isinstance(early, int) and not isinstance(early, bool)):
             raise ValueError(f"early_stopping must be True, False or 'never', but got {early!r}")
@@ -125,6 +151,9 @@ class SearchSettings:
             length_normalization=length_normalization,
             beam_attention=beam_attention,
             kv_dtype=stored_dtype(kv_dtype),
+            trie=None if trie is None else (trie,) if isinstance(trie, TokenTrie) else tuple(trie),
+            trie_is_list=isinstance(trie, (list, tuple)),
+            trie_renormalize=trie_renormalize,
             return_dict=wants,
             output_scores=wants and bool(config.output_scores),
             output_logits=wants and bool(config.output_logits),

@@ -47,12 +47,14 @@ class Candidates(NamedTuple):
         tokens: ``[B, K]`` int64.
         parents: ``[B, K]`` int64, running beam that each continues.
         token_scores: ``[B, K]`` float32, processed log-probability of the token alone.
+        nodes: ``[B, K]`` int64, where each stands in a trie; None without one.
     """
 
     scores: torch.Tensor
     tokens: torch.Tensor
     parents: torch.Tensor
     token_scores: torch.Tensor
+    nodes: torch.Tensor | None = None
 
 
 class Chosen(NamedTuple):
