@@ -1,8 +1,8 @@
 """Keys and values of a beam tree, each stored once. This folder knows nothing of scores.
 
-Read in this order: `index` (which slot holds which token of which beam), `layers` (the pools), `beside_keys` (pools with
-more than keys), `packing` (pools in fewer bytes), `cache` (what transformers sees), then the folded read: `step` (what is
-running), `mask` (who sees which slot), `attention`, `borrow` (how the model comes to call it).
+Read in this order: `index` (which slot holds which token of which beam), `layers` (the pools), `beside_keys` (pools
+with more than keys), `packing` (pools in fewer bytes), `cache` (what transformers sees), then the folded read: `step`
+(what is running), `mask` (who sees which slot), `attention`, `borrow` (how the model comes to call it).
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
