@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, cache_utils, masking_utils
 from transformers.cache_utils import (
     Cache,
@@ -197,9 +198,8 @@ def is_placeholder(layer: Any) -> bool:
 def rows_of(cache: Any) -> int | None:
     """Number of rows of a cache, from the first layer that holds any."""
     for layer in cache.layers:
-        held = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()]
-        held += getattr(layer, "recurrent_states", {}).values()
-        rows = [given.shape[0] for given in held if given is not None]
+        held = [getattr(layer, name, None) for name in ("keys", "conv_states", "recurrent_states")]  # one, or several
+        rows = [given.shape[0] for given in tree_leaves(held) if isinstance(given, torch.Tensor)]
         if rows:
             return rows[0]
     return None
