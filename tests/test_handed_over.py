@@ -66,6 +66,16 @@ class CopiesTheOutside(LlamaForCausalLM):
         return outputs
 
 
+class AsksForMore(LlamaForCausalLM):
+    """Asks its cache for something that transformers' own has."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **{**kwargs, CACHE_ARGUMENT: self.known(kwargs[CACHE_ARGUMENT])})
+
+    def known(self, cache: Any) -> Any:
+        return cache if isinstance(cache, DynamicCache) else cache.what_only_others_have
+
+
 class KeepsAState(LlamaForCausalLM):
     """Keeps a row of its own for every prompt."""
 
@@ -81,7 +91,8 @@ def llama_of(kind: type) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "path"), [(Converts, "handed over"), (Copies, "handed over"),
-                                            (CopiesTheOutside, "folded"), (KeepsAState, "handed over")])  # fmt: skip
+                                            (CopiesTheOutside, "folded"), (KeepsAState, "handed over"),
+                                            (AsksForMore, "handed over")])  # fmt: skip
 @pytest.mark.parametrize("sampling", [False, True])
 def test_models_that_go_on_with_another_cache(kind: type, path: str, sampling: bool) -> None:
     """Beams that are reordered where nobody reads would be wrong. Draws are those of one seed, from its start."""

@@ -214,10 +214,16 @@ def run_prompt(
         The model's outputs, and the inputs brought up to date, still at ``B`` rows.
 
     Raises:
-        HandOver: if the model keeps a state per row outside the cache, which would not follow its beam.
+        HandOver: if the model keeps a state per row outside the cache, which would not follow its beam, or asks the
+            cache for what ours has not.
     """
     before = None if model in _keeps_state else _tensors_of_modules(model)
-    outputs = versions.run_prompt(model, input_ids, config, kwargs)
+    try:
+        outputs = versions.run_prompt(model, input_ids, config, kwargs)
+    except AttributeError as error:
+        if error.obj is None or error.obj is not kwargs.get(versions.CACHE_ARGUMENT):
+            raise
+        raise HandOver(f"{type(model).__name__} asks its cache for {error.name}, which ours has not") from error
     if before is not None:
         _keeps_state[model] = _state_kept(before, _tensors_of_modules(model), input_ids.shape[0])
     if _keeps_state[model] is not None:
