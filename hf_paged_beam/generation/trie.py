@@ -117,7 +117,7 @@ class TokenTrie:
         """Whether some item goes on after this token; found once for each token."""
         if token not in self._goes_on_after:
             inner = (self.token == token) & (self.first_child.diff() > 0)
-            self._goes_on_after[token] = bool(inner.any())
+            self._goes_on_after[token] = bool(inner.any())  # host read: before the search, once for each end token
         return self._goes_on_after[token]
 
     def to(self, device: torch.device | str) -> TokenTrie:
@@ -135,7 +135,8 @@ class TokenTrie:
         """Write the trie as one safetensors file."""
         arrays = {"token": self.token, "first_child": self.first_child, "item": self.item}
         metadata = {"format": _FORMAT, "eos_token_id": "" if self.eos_token_id is None else str(self.eos_token_id)}
-        save_file({name: array.cpu().contiguous() for name, array in arrays.items()}, str(path), metadata=metadata)
+        on_host = {name: array.cpu().contiguous() for name, array in arrays.items()}  # host read: a file is written
+        save_file(on_host, str(path), metadata=metadata)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> TokenTrie:
@@ -217,7 +218,7 @@ def _tensor_columns(items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError(f"items as a tensor must be [N, L], padded with -1, but got {list(items.shape)}")
     if not items.shape[0]:
         raise ValueError("a trie needs at least one item, but got none")
-    items = items.cpu()
+    items = items.cpu()  # host read: a trie is built on the CPU, before any search
     _refuse_out_of_range(items.flatten(), lambda place: place // max(items.shape[1], 1), lowest=-1)
     columns = items.t().to(torch.int32, memory_format=torch.contiguous_format)
     lengths = (columns >= 0).sum(0)
