@@ -7,17 +7,22 @@ Read the package in the order in which a call goes through it:
 
     door         how a call arrives, and what transformers prepares          checks: what is refused
     generation/  search: the loop, with a list of its steps and their files
+    trace/       what a search did, and its pictures
     cache/       index: which slot holds which token of which beam, then the layers and the folded attention
     versions     everything that differs between transformers versions
 """
 
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache
 from .door import PagedBeamMixin, beam_search, disable, enable, generate, register_name
-from .generation import TokenTrie
+from .estimate import estimate, importance_weights
+from .generation import Options, TokenTrie
+from .trace import BeamTrace
 
 __version__ = "0.1.0"
 __all__ = [
+    "BeamTrace",
     "CacheUsage",
+    "Options",
     "PagedBeamCache",
     "PagedBeamEncoderDecoderCache",
     "PagedBeamMixin",
@@ -25,7 +30,9 @@ __all__ = [
     "beam_search",
     "disable",
     "enable",
+    "estimate",
     "generate",
+    "importance_weights",
 ]
 
 register_name()

@@ -6,14 +6,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers import (
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.cache_utils import Cache
 
-from .generation import SearchSettings, check_counts
+from .generation import Options, SearchSettings, TokenTrie, check_counts
 from .versions import GenerativeModel, has_seen_tokens
 
 _GONE = {
-    "num_beam_groups": "diverse beam search",
     "constraints": "constrained beam search",
     "force_words_ids": "constrained beam search",
 }
@@ -59,6 +62,23 @@ def check_arguments(model: GenerativeModel, inputs: torch.Tensor | None, argumen
         _check_positions(model, decoder_ids.shape[1], decoder=True)
 
 
+def check_options(model: GenerativeModel, options: Options) -> None:
+    """Refuse own keywords that do not fit the model.
+
+    Raises:
+        ValueError: see the module's header.
+    """
+    if options.coverage_penalty and not model.config.is_encoder_decoder:
+        raise ValueError(
+            f"coverage_penalty={options.coverage_penalty} reads the attention over a source, but "
+            f"{type(model).__name__} has no encoder: leave it out"
+        )
+    if options.coverage_penalty and options.beam_attention == "folded":
+        raise ValueError(
+            "coverage_penalty reads attention maps, which beam_attention='folded' does not compute: use 'auto'"
+        )
+
+
 def check_prepared(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
     """The same for what transformers hands to a callable, whose encoder has run by then.
 
@@ -72,6 +92,21 @@ def check_prepared(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs
         _check_prompt(model, input_ids, model_kwargs)
 
 
+def check_processors(settings: SearchSettings, processors: LogitsProcessorList) -> None:
+    """Refuse processors that keep a row of their own for every beam of every prompt where there is none.
+
+    Raises:
+        ValueError: see the module's header.
+    """
+    guided = any(isinstance(given, UnbatchedClassifierFreeGuidanceLogitsProcessor) for given in processors)
+    uneven = len(set(settings.widths)) > 1
+    if guided and (uneven or settings.options.num_beam_groups > 1):
+        raise ValueError(
+            f"guidance_scale runs the model on as many beams of every prompt, all at once: it cannot be had with "
+            f"{'num_beams of different prompts' if uneven else 'num_beam_groups'}"
+        )
+
+
 def check_tries(
     model: GenerativeModel, batch_size: int, settings: SearchSettings, processors: LogitsProcessorList
 ) -> None:
@@ -80,18 +115,20 @@ def check_tries(
     Raises:
         ValueError: see the module's header.
     """
-    if settings.trie is None:
+    tries = settings.options.tries
+    if tries is None:
         return
-    if len(settings.trie) not in (1, batch_size) or (len(settings.trie) == 1 != batch_size and settings.trie_is_list):
+    is_list = not isinstance(settings.options.trie, TokenTrie)
+    if len(tries) not in (1, batch_size) or (len(tries) == 1 != batch_size and is_list):
         raise ValueError(
-            f"trie has {len(settings.trie)} tries for {batch_size} prompts. Pass one TokenTrie for all prompts, or a "
+            f"trie has {len(tries)} tries for {batch_size} prompts. Pass one TokenTrie for all prompts, or a "
             f"list of one for each."
         )
     if any(isinstance(given, PrefixConstrainedLogitsProcessor) for given in processors):
         raise ValueError("prefix_allowed_tokens_fn and trie are two constraints of one kind; leave one of them out")
     rows = model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else None
     ends = [] if settings.eos_token_ids is None else settings.eos_token_ids.tolist()  # host read: before the search
-    for trie in settings.trie:
+    for trie in tries:
         if rows is not None and trie.largest_token >= rows:
             raise ValueError(f"trie holds the token {trie.largest_token}, but the model's vocabulary has {rows} tokens")
         for end in ends:
@@ -100,6 +137,13 @@ def check_tries(
                     f"an item of trie goes on after the end token {end}, where a search ends. Leave such items out, or "
                     f"set eos_token_id to another token."
                 )
+
+
+def number_of_prompts(inputs: Any, arguments: dict[str, Any]) -> int | None:
+    """`B`, from the first input that tells it; None if none does before transformers has prepared the call."""
+    names = ("input_ids", "inputs_embeds", "input_features", "pixel_values")
+    given = [inputs, *(arguments.get(name) for name in names)]
+    return next((part.shape[0] for part in given if isinstance(part, torch.Tensor) and part.dim() > 1), None)
 
 
 def _check_prompt(model: GenerativeModel, input_ids: Any, arguments: dict[str, Any]) -> None:

@@ -11,8 +11,10 @@ differs in two points: inputs are not repeated for every beam, and the decoding 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,14 +23,24 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from transformers.utils import logging
 
 from . import versions
-from .checks import check_arguments, check_prepared, check_tries, is_beam_search, setting
+from .checks import (
+    check_arguments,
+    check_options,
+    check_prepared,
+    check_processors,
+    check_tries,
+    is_beam_search,
+    number_of_prompts,
+    setting,
+)
 from .generation import (
+    LISTED,
     OUR_CACHES,
     HandOver,
+    Options,
     SearchCall,
     SearchSettings,
-    TokenTrie,
-    check_options,
+    check_lists,
     reason_to_hand_over,
     run_search,
 )
@@ -40,71 +52,136 @@ NAME = "hf_paged_beam"
 logger = logging.get_logger("hf_paged_beam")
 
 
-def generate(
-    model: GenerativeModel,
-    inputs: torch.Tensor | None = None,
-    *,
-    length_normalization: str = "length",
-    beam_attention: str = "auto",
-    kv_dtype: str | torch.dtype | None = None,
-    trie: TokenTrie | Sequence[TokenTrie] | None = None,
-    trie_renormalize: bool = False,
-    **arguments: Any,
-) -> Any:
+_SHARED_WITH_TRANSFORMERS = {"num_beam_groups": 1, "diversity_penalty": 0.0}
+"""Own keywords that releases of transformers have in their configuration too, and what switches them off there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """What a call asks of this package alone.
+
+    Attributes:
+        options: its keywords.
+        lists: settings given as one value for each prompt, by name.
+    """
+
+    options: Options
+    lists: dict[str, list[Any]]
+
+    def refuse_to_hand_over(self, reason: str, *, one_beam: bool = False) -> None:
+        """Raise `ValueError` if transformers' own search would give another result than was asked for.
+
+        Args:
+            reason: why it is needed.
+            one_beam: whether it is no beam search: then there is one sequence, and nothing to rank.
+        """
+        asked = {**self.options.unknown_to_transformers(), **self.lists}
+        if one_beam:
+            asked = {name: given for name, given in asked.items() if name not in _FOR_ONE_BEAM_TOO}
+        for name, given in asked.items():
+            what = name if name == "trie" else f"{name}={given!r}"
+            if one_beam:
+                raise ValueError(
+                    f"{what} needs num_beams of at least 2, and no assistant_model: it is part of beam search"
+                )
+            raise ValueError(
+                f"{what} is not known to transformers' own search, which this call needs: {reason}. Leave {name} "
+                f"out, or change what keeps the call from ours."
+            )
+
+
+_FOR_ONE_BEAM_TOO = {"length_normalization"}
+"""Options that change nothing where there is one sequence."""
+
+
+def _with_options(door: Callable) -> Callable:
+    """Show this package's own keywords in a door's signature: transformers passes a callable what that names."""
+    shown = inspect.signature(door)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(Options)
+    ]
+    *before, rest = shown.parameters.values()
+    setattr(door, "__signature__", shown.replace(parameters=[*before, *own, rest]))  # noqa: B010  a function has no such field
+    return door
+
+
+def _own_part(model: GenerativeModel, arguments: dict[str, Any]) -> _Own:
+    """Take what is this package's own out of the arguments of a call.
+
+    A setting that was given as a list is left as one value that suits all prompts.
+    """
+    known = {field.name for field in dataclasses.fields(Options)}
+    own = {name: arguments.pop(name) for name in known & arguments.keys()}
+    for name, off in _SHARED_WITH_TRANSFORMERS.items():
+        configured = setting(name, model, arguments, None)
+        if configured is not None:
+            own.setdefault(name, configured)
+            arguments[name] = off
+        if own.get(name, 0) is None:
+            del own[name]
+    given = {name: setting(name, model, arguments, None) for name in LISTED}
+    lists = {name: list(values) for name, values in given.items() if isinstance(values, (list, tuple))}
+    check_lists(lists, None)
+    for name, values in lists.items():
+        arguments[name] = _for_all(name, values)
+    return _Own(Options(**own), lists)
+
+
+def _for_all(name: str, values: list[Any]) -> Any:
+    """One value with which transformers prepares a call for prompts of different settings."""
+    if name == "num_beams":
+        return max(2, *values)  # one beam would be another method
+    if name in ("num_return_sequences", "max_new_tokens"):
+        return max(values)
+    return min(values) if name == "min_new_tokens" else values[0]
+
+
+@_with_options
+def generate(model: GenerativeModel, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
     """Beam search over a paged cache, with the arguments of ``model.generate`` and its results.
 
     Args:
         model: any transformers model that can generate.
         inputs: as in ``model.generate``.
-        length_normalization: what finished scores are divided by: "length" (``n ** length_penalty``, as transformers),
-            "gnmt" (``((5 + n) / 6) ** length_penalty``, Wu et al. 2016) or "none".
-        beam_attention: how keys are read: "folded" (one attention over the pool), "gathered" (one row per beam), or
-            "auto" (folded where the model allows it).
-        kv_dtype: what keys and values are stored as: "float16", "bfloat16", "int8" or "float8_e4m3fn", or that
-            torch.dtype; None for the model's own. The last two keep a scale per token and head. Results then differ
-            from transformers' by that rounding; its size is measured in docs/differences.md.
-        trie: the items that sequences may be, one trie for all prompts or a list of one for each. Scores are those of
-            the whole vocabulary; the output's `item_ids` tells which items came back.
-        trie_renormalize: whether scores are log-probabilities among the tokens that the trie allows.
-        **arguments: everything else that ``model.generate`` takes.
+        **arguments: everything else that ``model.generate`` takes, and the keywords of `Options`. `num_beams`,
+            `num_return_sequences`, `length_penalty`, `early_stopping`, `max_new_tokens` and `min_new_tokens` may each
+            be a list with one value for each prompt. A prompt's sequences are then those that it has alone (with one
+            beam: greedy search's), in the order of prompts.
 
     Returns:
-        ``[B·n, L]`` int64, or with ``return_dict_in_generate=True`` transformers' output object with the fields
-        `token_logprobs`, `kv_usage` and `beam_path` added. A call that is none for a paged beam search (one beam,
-        assisted decoding, ``use_cache=False`` and so on) is handed over to transformers: the same call and result.
+        ``[N, L]`` int64, N the sum of `num_return_sequences` over all prompts, or with ``return_dict_in_generate=True``
+        transformers' output object with more fields (`versions.BeamDecoderOnlyOutput`). A call that is none for a paged
+        beam search (one beam, assisted decoding, ``use_cache=False`` and so on) is handed over to transformers: the
+        same call and result.
 
     Raises:
         ValueError: for an argument that is out of range; the message names it, what came and what is accepted.
         RuntimeError: if the model's logits are not numbers; the message names the step.
     """
-    options = {
-        "length_normalization": length_normalization,
-        "beam_attention": beam_attention,
-        "kv_dtype": kv_dtype,
-        "trie": trie,
-        "trie_renormalize": trie_renormalize,
-    }
-    check_options(**options)
+    own = _own_part(model, arguments)
     arguments.pop("trust_remote_code", None)
     if not is_beam_search(model, arguments):
-        if trie is not None:
-            raise ValueError("trie needs num_beams of at least 2, and no assistant_model: it constrains a beam search")
         reason = HandOver("one beam, or the help of another model, is not beam search")
+        own.refuse_to_hand_over(reason.reason, one_beam=True)
         return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), reason)
+    check_options(model, own.options)
     check_arguments(model, inputs, arguments)
+    check_lists(own.lists, number_of_prompts(inputs, arguments))
     if arguments.get("cache_implementation") == "paged":
         del arguments["cache_implementation"]  # transformers would drop the beams; our cache is a paged one
     early = _early_reason(model, arguments)
     if early is not None:
-        _refuse_what_is_ours_alone(options, early)
+        own.refuse_to_hand_over(early)
         return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), HandOver(early))
-    stand_in = _PromptOnce(model, options)
+    stand_in = _PromptOnce(model, own)
     fresh = _fresh_caches(arguments)
     try:
         return GenerationMixin.generate(stand_in, inputs, **arguments)
     except HandOver as handed_over:
         reason = HandOver(handed_over.reason)  # without its frames, which hold the pools of the search given up
-    _refuse_what_is_ours_alone(options, reason.reason)
+    own.refuse_to_hand_over(reason.reason)
     for name in fresh:  # it may hold the prompt by now; transformers makes its own
         arguments.pop(name).reset()
     return _mark_handed_over(GenerationMixin.generate(model, inputs, **arguments), reason)
@@ -116,6 +193,7 @@ def _fresh_caches(arguments: dict[str, Any]) -> list[str]:
     return [name for name, given in ours.items() if not versions.has_seen_tokens(given)]
 
 
+@_with_options
 def beam_search(
     model: GenerativeModel,
     input_ids: torch.Tensor,
@@ -123,30 +201,18 @@ def beam_search(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
-    length_normalization: str = "length",
-    beam_attention: str = "auto",
-    kv_dtype: str | torch.dtype | None = None,
-    trie: TokenTrie | Sequence[TokenTrie] | None = None,
-    trie_renormalize: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """The search as a callable for ``custom_generate=``. transformers prepares, and repeats the inputs for each beam.
 
     Args:
         input_ids: ``[B·W, P]`` int64, the `W` rows of a prompt equal.
-        length_normalization, beam_attention, kv_dtype, trie, trie_renormalize: as in `generate`.
+        **model_kwargs: the model's inputs, and the keywords of `Options`.
 
-    On this route transformers drops `tokenizer`, `streamer` and `synced_gpus`; ``custom_generate="hf_paged_beam"``
-    takes them all, and does not repeat the inputs.
+    On this route transformers drops `tokenizer`, `streamer` and `synced_gpus`, and refuses lists as settings;
+    ``custom_generate="hf_paged_beam"`` takes them all, and does not repeat the inputs.
     """
-    width = generation_config.num_beams
-    options = {
-        "length_normalization": length_normalization,
-        "beam_attention": beam_attention,
-        "kv_dtype": kv_dtype,
-        "trie": trie,
-        "trie_renormalize": trie_renormalize,
-    }
+    own = _own_part_of_callable(generation_config, model_kwargs)
     prepared = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
@@ -156,15 +222,15 @@ def beam_search(
     mode = generation_config.get_generation_mode()
     fresh = _fresh_caches(model_kwargs)
     try:
-        if GENERATION_MODES_MAPPING[mode] != "_beam_search":
+        if GENERATION_MODES_MAPPING[mode] != "_beam_search" and own.options.num_beam_groups == 1:
             raise HandOver(f"{mode.value} is not beam search")
-        narrow_ids, narrow_kwargs = _one_row_per_prompt(input_ids, model_kwargs, width)
+        narrow_ids, narrow_kwargs = _one_row_per_prompt(input_ids, model_kwargs, generation_config.num_beams)
+        check_options(model, own.options)
         check_prepared(model, narrow_ids, narrow_kwargs)
-        return _search(model, narrow_ids, options, **prepared, **narrow_kwargs)
+        return _search(model, narrow_ids, own, **prepared, **narrow_kwargs)
     except HandOver as handed_over:
         reason = HandOver(handed_over.reason)
-    if mode.value not in ("greedy_search", "sample"):  # one beam has no finished scores to divide
-        _refuse_what_is_ours_alone(options, reason.reason)
+    own.refuse_to_hand_over(reason.reason, one_beam=mode.value in ("greedy_search", "sample"))
     method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)
     if method is None:
         raise ValueError(
@@ -174,6 +240,17 @@ def beam_search(
     for name in fresh:  # it may hold the prompt by now
         model_kwargs[name].reset()
     return _mark_handed_over(method(model, input_ids, **prepared, **model_kwargs), reason)
+
+
+def _own_part_of_callable(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> _Own:
+    """As `_own_part`, where transformers has put its part of the arguments into the configuration."""
+    known = {field.name for field in dataclasses.fields(Options)}
+    own = {name: model_kwargs.pop(name) for name in known & model_kwargs.keys()}
+    for name in _SHARED_WITH_TRANSFORMERS:
+        configured = getattr(generation_config, name, None)
+        if configured is not None:
+            own[name] = configured
+    return _Own(Options(**own), {})
 
 
 class PagedBeamMixin:
@@ -244,8 +321,8 @@ def register_name() -> None:
 class _PromptOnce:
     """The model as `GenerationMixin.generate` sees it: everything is the model's own, but for what stands here."""
 
-    def __init__(self, model: GenerativeModel, options: dict[str, Any]):
-        self.__dict__.update(_model=model, _options=options)
+    def __init__(self, model: GenerativeModel, own: _Own):
+        self.__dict__.update(_model=model, _own=own)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -262,9 +339,17 @@ class _PromptOnce:
 
     def _get_logits_processor(self, *args: Any, model_kwargs: dict | None = None, **kwargs: Any) -> Any:
         """Processors take one row per beam, so that what they read of the inputs is repeated for them."""
-        width = kwargs["generation_config"].num_beams or 1
+        config = kwargs["generation_config"]
+        groups, widths = self._own.options.num_beam_groups, self._own.lists.get("num_beams")
+
+        def repeat(given: torch.Tensor) -> torch.Tensor:
+            if widths is None:
+                return given.repeat_interleave((config.num_beams or 1) // groups, dim=0)
+            each = torch.tensor([width // groups for width in widths], device=given.device)
+            return given.repeat_interleave(each, dim=0)
+
         repeated = {
-            name: given.repeat_interleave(width, dim=0)
+            name: repeat(given)
             for name, given in (model_kwargs or {}).items()
             if name in ("attention_mask", "decoder_attention_mask") and isinstance(given, torch.Tensor)
         }
@@ -273,7 +358,7 @@ class _PromptOnce:
     def _beam_search(self, input_ids: torch.Tensor, **prepared: Any) -> Any:
         for dropped in ("tokenizer", "assistant_tokenizer"):
             prepared.pop(dropped, None)
-        return _search(self._model, input_ids, self._options, **prepared)
+        return _search(self._model, input_ids, self._own, **prepared)
 
 
 def _other_method(name: str) -> Callable:
@@ -290,7 +375,7 @@ for _name in versions.OTHER_DECODING_METHODS:
 def _search(
     model: GenerativeModel,
     input_ids: torch.Tensor,
-    options: dict[str, Any],
+    own: _Own,
     *,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -299,7 +384,14 @@ def _search(
     **model_kwargs: Any,
 ) -> Any:
     """Search with what transformers prepared, at one row per prompt."""
-    settings = SearchSettings.from_config(generation_config, input_ids.shape[1], **options)
+    settings = SearchSettings.from_config(
+        generation_config,
+        batch_size=input_ids.shape[0],
+        prompt_length=input_ids.shape[1],
+        options=own.options,
+        lists=own.lists,
+    )
+    check_processors(settings, logits_processor)
     check_tries(model, input_ids.shape[0], settings, logits_processor)
     call = SearchCall(
         model=model,
@@ -369,17 +461,6 @@ def _early_reason(model: GenerativeModel, arguments: dict[str, Any]) -> str | No
         cache_implementation=setting("cache_implementation", model, arguments, None),
         given=arguments.get(versions.CACHE_ARGUMENT, arguments.get("past_key_values")),
     )
-
-
-def _refuse_what_is_ours_alone(options: dict[str, Any], reason: str) -> None:
-    """Raise `ValueError` if transformers' own search would give another result than was asked for."""
-    if options["trie"] is not None:
-        raise ValueError(f"trie is not known to transformers' own search, which this call needs: {reason}")
-    if options["length_normalization"] != "length":
-        raise ValueError(
-            f"length_normalization={options['length_normalization']!r} is not known to transformers' own search, which "
-            f"this call needs: {reason}. Use length_normalization='length', or change what keeps the call from ours."
-        )
 
 
 def _mark_handed_over(output: Any, handed_over: HandOver) -> Any:

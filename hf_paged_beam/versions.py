@@ -86,6 +86,7 @@ class _SearchReport:
     outputs by row takes every item for something with a row per sequence."""
 
     beam_path: str | None = None
+    beam_trace: Any = None
 
     @property
     def kv_usage(self) -> Any:
@@ -99,20 +100,32 @@ class _SearchReport:
 
 @dataclasses.dataclass
 class BeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput, _SearchReport):
-    """transformers' beam output for decoder-only models, with what this package adds.
+    """transformers' beam output for decoder-only models, with what this package adds. `N` sequences are returned, over
+    all prompts: ``B · n``, or where prompts ask for different numbers, their sum.
 
     Args:
-        token_logprobs: ``[B·n, T]`` float32, processed log-probability of each returned token, 0 after the end.
+        token_logprobs: ``[N, T]`` float32, processed log-probability of each returned token, 0 after the end.
             Its row sums over the length form are `sequences_scores`.
-        item_ids: ``[B·n]`` int64, with a trie: index of the item that each sequence is, -1 where it is none.
+        prompt_index: ``[N]`` int64, prompt of each sequence.
+        item_ids: ``[N]`` int64, with a trie: index of the item that each sequence is, -1 where it is none.
+        sequences_log_probs: ``[N]`` float32, with ``sampling="stochastic_beam"``: summed log-probability of each
+            sequence; -inf where there is none.
+        perturbed_scores: ``[N]`` float32, likewise: log-probability plus Gumbel noise, by which sequences are ordered.
+        threshold: ``[N]`` float32, likewise: the largest perturbed score of the prompt's sequences that were not
+            returned; -inf where there is none.
 
     Attributes:
         kv_usage: what the search's cache holds (`CacheUsage`), counted when it is asked for.
         beam_path: ``"folded"``, ``"gathered"``, ``"recurrent"`` or ``"handed over"``.
+        beam_trace: `BeamTrace`, if it was asked for.
     """
 
     token_logprobs: torch.Tensor | None = None
+    prompt_index: torch.Tensor | None = None
     item_ids: torch.Tensor | None = None
+    sequences_log_probs: torch.Tensor | None = None
+    perturbed_scores: torch.Tensor | None = None
+    threshold: torch.Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -120,7 +133,11 @@ class BeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput, _SearchReport):
     """transformers' beam output for encoder-decoder models, with the fields of `BeamDecoderOnlyOutput`."""
 
     token_logprobs: torch.Tensor | None = None
+    prompt_index: torch.Tensor | None = None
     item_ids: torch.Tensor | None = None
+    sequences_log_probs: torch.Tensor | None = None
+    perturbed_scores: torch.Tensor | None = None
+    threshold: torch.Tensor | None = None
 
 
 def stock_layers(config: PreTrainedConfig) -> list[Any]:

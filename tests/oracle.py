@@ -5,7 +5,8 @@ It follows the rules of transformers' search word by word and is the specificati
 1. every running sequence is continued by every token;
 2. the best ``K = max(2, 1 + number of end tokens) · W`` of these are the candidates;
 3. a candidate ends by an end token or at the longest length; only the first `W` may finish, with their summed
-   log-probability divided by the length form; the best `W` finished sequences are kept;
+   log-probability divided by the length form, and a reward for each token if there is one; the best `W` finished
+   sequences are returned;
 4. the first `W` candidates that do not end run on;
 5. a prompt is closed when `early_stopping` says so, and takes nothing more.
 """
@@ -39,6 +40,9 @@ class Rules:
         early_stopping: True, False, "never", or "exhaust": no rule at all, go on to the longest length.
         length_penalty: exponent of the length form.
         normalization: "length", "gnmt" or "none".
+        patience: with ``early_stopping=True``, a prompt is closed when this times `W` sequences have finished (Kasai
+            et al. 2022, arXiv:2204.05424).
+        length_reward: added to a finished score for each generated token (Huang et al. 2017).
     """
 
     num_beams: int
@@ -47,6 +51,8 @@ class Rules:
     early_stopping: bool | str = False
     length_penalty: float = 1.0
     normalization: str = "length"
+    patience: float = 1.0
+    length_reward: float = 0.0
 
     @property
     def num_candidates(self) -> int:
@@ -59,13 +65,27 @@ class Rules:
         base = (5 + length) / 6 if self.normalization == "gnmt" else length
         return base**self.length_penalty
 
+    @property
+    def enough(self) -> int:
+        """Finished sequences that close a prompt with ``early_stopping=True``."""
+        return math.ceil(self.patience * self.num_beams)
+
+    def finished_score(self, total: float, tokens: Prefix) -> float:
+        """What a finished sequence of summed log-probability `total` is ranked by."""
+        return total / self.form(len(tokens)) + self.length_reward * len(tokens)
+
+    def hope(self, total: float, length: int) -> float:
+        """What the best running beam, of `length` tokens, is held to reach: ``"never"`` looks at every length."""
+        last = self.max_new_tokens if self.early_stopping == "never" else length
+        return max(total / self.form(one) + self.length_reward * one for one in range(length, last + 1))
+
     def is_over(self, tokens: Prefix) -> bool:
         return tokens[-1] in self.ends or len(tokens) == self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A finished sequence: its normalised score and its generated tokens."""
+    """A finished sequence: what it is ranked by, and its generated tokens."""
 
     score: float
     tokens: Prefix
@@ -78,7 +98,19 @@ def beam_search(next_log_probs: NextLogProbs, rules: Rules) -> list[Finished]:
     while running:
         candidates = continuations(next_log_probs, running)[: rules.num_candidates]
         running, finished = take_step(candidates, finished, rules)
-    return finished
+    return finished[: rules.num_beams]
+
+
+def steps_taken(next_log_probs: NextLogProbs, rules: Rules) -> int:
+    """How many steps `beam_search` takes."""
+    lengths: set[int] = set()
+
+    def noting(prefixes: Sequence[Prefix]) -> Sequence[Sequence[float]]:
+        lengths.add(len(prefixes[0]))
+        return next_log_probs(prefixes)
+
+    beam_search(noting, rules)
+    return len(lengths)
 
 
 def sampled_outcomes(
@@ -96,7 +128,7 @@ def sampled_outcomes(
 
     def go_on(running: list[Beam], finished: list[Finished], chance: float) -> None:
         if not running:
-            result = tuple(one.tokens for one in finished)
+            result = tuple(one.tokens for one in finished[: rules.num_beams])
             outcomes[result] = outcomes.get(result, 0.0) + chance
             return
         possible = continuations(next_log_probs, running)
@@ -131,12 +163,14 @@ def ordered_draws(
 
 
 def take_step(candidates: list[Beam], finished: list[Finished], rules: Rules) -> tuple[list[Beam], list[Finished]]:
-    """Points 3 to 5 above: what runs on (nothing, if the prompt is closed) and what has finished."""
+    """Points 3 to 5 above: what runs on (nothing, if the prompt is closed) and all that has finished, best first."""
     width, length = rules.num_beams, len(candidates[0][1])
     ended = [
-        Finished(score / rules.form(length), tokens) for score, tokens in candidates[:width] if rules.is_over(tokens)
+        Finished(rules.finished_score(total, tokens), tokens)
+        for total, tokens in candidates[:width]
+        if rules.is_over(tokens)
     ]
-    finished = sorted(finished + ended, key=lambda one: -one.score)[:width]
+    finished = sorted(finished + ended, key=lambda one: -one.score)
     running = [candidate for candidate in candidates if not rules.is_over(candidate[1])]
     running = sorted(running, key=lambda candidate: -candidate[0])[:width]
     if running and is_closed(running[0][0], finished, length, rules):
@@ -158,13 +192,11 @@ def continuations(next_log_probs: NextLogProbs, running: list[Beam]) -> list[Bea
 
 def is_closed(best_running: float, finished: list[Finished], length: int, rules: Rules) -> bool:
     """Whether the prompt takes nothing more after a step of `length` generated tokens."""
+    if rules.early_stopping is True:
+        return len(finished) >= rules.enough
     if len(finished) < rules.num_beams or rules.early_stopping == "exhaust":
         return False
-    if rules.early_stopping is True:
-        return True
-    to_the_end = rules.early_stopping == "never" and rules.length_penalty > 0
-    divisor = rules.form(rules.max_new_tokens if to_the_end else length)
-    return not best_running / divisor > finished[-1].score
+    return not rules.hope(best_running, length) > finished[rules.num_beams - 1].score
 
 
 def every_sequence(
@@ -180,7 +212,7 @@ def _complete(next_log_probs: NextLogProbs, rules: Rules, start: Prefix, score: 
         if log_prob == -math.inf:
             continue
         if rules.is_over(tokens):
-            yield Finished(total / rules.form(len(tokens)), tokens)
+            yield Finished(rules.finished_score(total, tokens), tokens)
         else:
             yield from _complete(next_log_probs, rules, tokens, total)
 

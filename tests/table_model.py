@@ -33,8 +33,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged_beam.generation import search
-from hf_paged_beam.generation.lengths import LengthTables
+from hf_paged_beam.generation import group
+from hf_paged_beam.generation.rules import Rules
 from hf_paged_beam.generation.state import Candidates, Chosen, SearchState
 from hf_paged_beam.versions import CACHE_ARGUMENT
 
@@ -189,7 +189,7 @@ class Step:
     candidates: Candidates
     hits: torch.Tensor | None
     length: int
-    tables: LengthTables
+    rules: Rules
     after: SearchState
     chosen: Chosen
 
@@ -198,20 +198,20 @@ class Step:
 def recorded_steps() -> Iterator[list[Step]]:
     """Note every step of the searches that run inside."""
     steps: list[Step] = []
-    advance = search.advance
+    advance = group.advance
 
     def recording(state: SearchState, candidates: Candidates, hits: torch.Tensor | None, **settings: Any):
         after, chosen = advance(state, candidates, hits, **settings)
         given = {"before": state, "candidates": candidates, "hits": hits}
-        given.update(length=settings["length"], tables=settings["tables"])
+        given.update(length=settings["length"], rules=settings["rules"])
         steps.append(Step(**given, after=after, chosen=chosen))
         return after, chosen
 
-    search.advance = recording
+    group.advance = recording
     try:
         yield steps
     finally:
-        search.advance = advance
+        group.advance = advance
 
 
 def running_prefixes(steps: Sequence[Step], prompt: int = 0) -> Iterator[list[Prefix]]:

@@ -85,7 +85,7 @@ SETTING_ROUTES = [generate, by_name, enabled, by_configuration, by_the_models_co
 
 
 @pytest.mark.parametrize("route", SETTING_ROUTES)
-@pytest.mark.parametrize("num_beams", [0, -1, 2.5, "4", True, [4]])
+@pytest.mark.parametrize("num_beams", [0, -1, 2.5, "4", True, {4}])
 def test_num_beams_out_of_range(num_beams: Any, route: Callable) -> None:
     """No integer of at least 1: the argument, what came, and what is accepted."""
     model = tiny_model("llama")

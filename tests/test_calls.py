@@ -830,9 +830,9 @@ def test_a_paged_cache_implementation_keeps_the_beams(way: str) -> None:
 
 
 @pytest.mark.parametrize("custom_generate", [NAME, beam_search])
-@pytest.mark.parametrize("setting", [{"num_beam_groups": 2, "diversity_penalty": 0.5}, {"force_words_ids": [[7]]}])
+@pytest.mark.parametrize("setting", [{"force_words_ids": [[7]]}])
 def test_searches_that_left_transformers(setting: dict, custom_generate: Any) -> None:
-    """Grouped and constrained beams live in repositories of their own: the error says so, and how to reach them."""
+    """Constrained beams live in a repository of their own: the error says so, and how to reach it."""
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(**prompts("llama", 2), **{**BEAMS, "num_return_sequences": 1}, **setting)

@@ -43,10 +43,12 @@ from hf_paged_beam.generation.advance import advance
 from hf_paged_beam.generation.candidates import best_candidates, sampled_candidates
 from hf_paged_beam.generation.decode import DecodeSteps
 from hf_paged_beam.generation.history import History
-from hf_paged_beam.generation.lengths import LENGTH_NORMALIZATIONS, LengthTables
+from hf_paged_beam.generation.lengths import LENGTH_NORMALIZATIONS
 from hf_paged_beam.generation.prompt import run_prompt
+from hf_paged_beam.generation.rules import Rules
+from hf_paged_beam.generation.settings import Options, PromptSettings
 from hf_paged_beam.generation.state import SearchState
-from hf_paged_beam.generation.stopping import CandidateStopping, goes_on
+from hf_paged_beam.generation.stopping import CandidateStopping
 from hf_paged_beam.versions import CACHE_ARGUMENT, NEWEST_TOKEN
 
 META = torch.device("meta")
@@ -66,21 +68,19 @@ def no_values(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("normalization", LENGTH_NORMALIZATIONS)
 def test_a_search_step_reads_no_value(normalization: str, early_stopping: bool | str) -> None:
     """Candidates, stopping, advance, history and the stop test run where there is nothing to read."""
-    tables = LengthTables(BATCH, STEPS, length_penalty=0.7, normalization=normalization, early_stopping=early_stopping,
-                          device=META)  # fmt: skip
+    prompt = PromptSettings(num_beams=WIDTH, max_new_tokens=STEPS, length_penalty=0.7, early_stopping=early_stopping)
+    rules = Rules([prompt] * BATCH, Options(length_normalization=normalization), num_ends=2, device=META)
     criteria = [MaxLengthCriteria(PROMPT + STEPS), EosTokenCriteria([3, 5]), MaxTimeCriteria(60.0, time.time())]
     stopping = CandidateStopping(StoppingCriteriaList(criteria))
     state, history = SearchState.initial(BATCH, WIDTH, META), History()
     with Watch() as watch:
         for length, rows in ((1, BATCH), (2, BATCH * WIDTH), (3, BATCH * WIDTH)):
             logits = torch.empty(rows, VOCABULARY, device=META)
-            candidates = best_candidates(logits, state.running_scores, 3 * WIDTH)
+            candidates = best_candidates(logits, state.running_scores, rules)
             hits = stopping.hits(candidates, PROMPT + length, None, None)
-            state, chosen = advance(
-                state, candidates, hits, length=length, tables=tables, early_stopping=early_stopping
-            )
+            state, chosen = advance(state, candidates, hits, length=length, rules=rules)
             history.record(candidates, chosen)
-            another = goes_on(state, early_stopping)
+            another = rules.takes(state).any()
     assert another.device == META and another.shape == ()
     assert state.running_scores.shape == chosen.tokens.shape == (BATCH, WIDTH)
     assert "read" not in watch.events
@@ -91,7 +91,10 @@ def test_a_search_step_reads_no_value(normalization: str, early_stopping: bool |
 def test_candidates_are_chosen_without_a_read(choose: Any, vocabulary: int) -> None:
     """Also where the vocabulary offers fewer continuations than asked for."""
     with Watch() as watch:
-        found = choose(torch.empty(BATCH, vocabulary, device=META), torch.empty(BATCH, 1, device=META), 2 * WIDTH)
+        rules = Rules(
+            [PromptSettings(num_beams=WIDTH, max_new_tokens=STEPS)] * BATCH, Options(), num_ends=1, device=META
+        )
+        found = choose(torch.empty(BATCH, vocabulary, device=META), torch.empty(BATCH, 1, device=META), rules)
     assert found.scores.device == META
     assert found.scores.shape == found.tokens.shape == found.parents.shape == (BATCH, 2 * WIDTH)
     assert "read" not in watch.events
@@ -112,8 +115,8 @@ def test_the_index_table_moves_without_a_read() -> None:
     """Forking, liveness, visibility, positions and rows of the table are tensors all the way."""
     with Watch() as watch:
         index = meta_index(3)
-        visible, positions, rows = index.visible(), index.positions(), index.rows(PROMPT + 3)
-        live, write = index.live(), index.write_slots()
+        visible, positions, rows = index.visible(), index.positions(), index.beams.grid(index.rows(PROMPT + 3))
+        live, write = index.live(), index.beams.grid(index.write_slots())
         index.drop_pending()
     slots = PROMPT + 3 * WIDTH
     assert visible.shape == (BATCH, WIDTH, slots) and positions.shape == (BATCH, slots)

@@ -240,7 +240,7 @@ def test_never_bounds_every_completion_at_every_step(exponent, form):
         scorer = from_table(table, (1,))
         steps = steps_of(table_model(table, 3), rules)
         for step, beams in zip(steps, running_prefixes(steps), strict=True):
-            bounds = step.after.running_scores[0] / step.tables.bound[0, step.length]
+            bounds = step.after.running_scores[0] / step.rules.bound[0, step.length]
             for beam, (running, bound) in zip(
                 beams, zip(step.after.running_scores[0].tolist(), bounds.tolist(), strict=True), strict=True
             ):
@@ -271,7 +271,7 @@ def test_never_is_tight(exponent, form):
         running = step.after.running_scores[0, 1].item()  # the beam of token 0: ln .3 from the first step on
         assert running == pytest.approx(math.log(0.3), abs=1e-6)
         completion = best_completion(from_table(table, (1,)), rules, (0,) * step.length, running)
-        assert (running / step.tables.bound[0, step.length]).item() == pytest.approx(completion, abs=1e-6)
+        assert (running / step.rules.bound[0, step.length]).item() == pytest.approx(completion, abs=1e-6)
 
 
 @pytest.mark.parametrize(("form", "exponent"), [("length", 1.0), ("gnmt", 1.0)])
@@ -281,7 +281,7 @@ def test_false_is_no_bound(form, exponent):
     table = certain_after(0.3)
     steps = steps_of(table_model(table, 2), rules)
     running = steps[0].after.running_scores[0, 1]
-    claimed = (running / steps[0].tables.bound[0, 1]).item()
+    claimed = (running / steps[0].rules.bound[0, 1]).item()
     assert best_completion(from_table(table, (1,)), rules, (0,), running.item()) > claimed + 0.1
 
 

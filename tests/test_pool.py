@@ -17,6 +17,7 @@ from hf_paged_beam.cache.attention import fold, folded_attention, unfold
 from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import GROWTH, LEAST_SPARE, CrossLayer, PoolLayer, one_row_per_prompt
 from hf_paged_beam.cache.mask import pool_mask
+from hf_paged_beam.cache.rows import BeamRows
 from hf_paged_beam.cache.step import current_step
 
 CPU = torch.device("cpu")
@@ -153,9 +154,10 @@ def check_folded(copies: Copies, make_mask=None, *, tolerance=1e-9, expected_mas
 def test_fold_and_unfold_are_inverse(shape, seed):
     """Folding loses nothing, keeps each head with its keys, and unfolding puts all back."""
     query = torch.randn(shape.B * shape.W, shape.H, 1, shape.D, generator=torch.Generator().manual_seed(seed))
-    folded = fold(query, shape.W, shape.Hkv)
+    beams = BeamRows([shape.W] * shape.B, shape.W, CPU)
+    folded = fold(query, beams, shape.Hkv)
     assert folded.shape == (shape.B, shape.Hkv, shape.G * shape.W, shape.D)
-    assert torch.equal(unfold(folded, shape.W, shape.G), query.transpose(1, 2))
+    assert torch.equal(unfold(folded, beams, shape.G), query.transpose(1, 2))
     for row in range(shape.B * shape.W):
         for head in range(shape.H):
             b, w, key_head, group = row // shape.W, row % shape.W, head // shape.G, head % shape.G

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.generation import candidates as candidates_module
 from hf_paged_beam.generation.advance import advance
 from hf_paged_beam.generation.candidates import best_candidates, sampled_candidates
-from hf_paged_beam.generation.lengths import LengthTables, length_form
+from hf_paged_beam.generation.lengths import length_form
+from hf_paged_beam.generation.rules import Rules
+from hf_paged_beam.generation.settings import Options, PromptSettings
 from hf_paged_beam.generation.state import Candidates, SearchState
 from hf_paged_beam.versions import SAMPLES_ARE_SORTED
 
@@ -77,7 +81,7 @@ def fork_index(index: BeamIndex, parents: list[list[int]]) -> None:
 def check_against_lists(index: BeamIndex, lists: TokenLists) -> None:
     """Assert that every question to the index has the answer that the lists give."""
     length = index.prompt_length + index.paths.shape[1]
-    rows, visible = index.rows(length).tolist(), index.visible().tolist()
+    rows, visible = index.beams.grid(index.rows(length)).tolist(), index.visible().tolist()
     positions, live = index.positions().tolist(), index.live().tolist()
     for b, beams in enumerate(lists.beams):
         pool = lists.pools[b]
@@ -86,7 +90,7 @@ def check_against_lists(index: BeamIndex, lists: TokenLists) -> None:
             assert len(set(rows[b][w])) == length  # of distinct slots
             assert {slot for slot, seen in enumerate(visible[b][w]) if seen} == set(rows[b][w])
             assert [positions[b][slot] for slot in rows[b][w]] == list(range(length))
-            assert index.rows(length - 1)[b, w].tolist() == rows[b][w][:-1]
+            assert index.beams.grid(index.rows(length - 1))[b, w].tolist() == rows[b][w][:-1]
         tree = {slot - index.prompt_length for w in range(lists.width) for slot in rows[b][w][index.prompt_length :]}
         assert {slot for slot, alive in enumerate(live[b]) if alive} == tree
         held = {name for names in beams for name in names[index.prompt_length :]}
@@ -103,7 +107,7 @@ def test_index_is_a_tree_of_token_lists(case):
     for number, parents in enumerate(steps):
         fork_index(index, parents)
         lists.fork(parents, number)
-        slots = index.write_slots().tolist()
+        slots = index.beams.grid(index.write_slots()).tolist()
         for b, row in enumerate(slots):
             assert [slot - prompt for slot in row] == lists.free_before(b, prompt, row)
         lists.write(slots)
@@ -122,13 +126,13 @@ def test_index_without_its_last_fork(case):
     for number, parents in enumerate(steps):
         fork_index(index, parents)
         lists.fork(parents, number)
-        lists.write(index.write_slots().tolist())
+        lists.write(index.beams.grid(index.write_slots()).tolist())
     fork_index(index, steps[0])
     index.drop_pending()
     lists.fork(steps[0], len(steps))
     for b, beams in enumerate(lists.beams):
         for w, names in enumerate(beams):
-            read = [lists.pools[b][slot] for slot in index.rows(prompt + len(steps))[b, w].tolist()]
+            read = [lists.pools[b][slot] for slot in index.beams.grid(index.rows(prompt + len(steps)))[b, w].tolist()]
             assert read == names[:-1]
     index.check()
 
@@ -191,6 +195,11 @@ def score_rows(draw):
     return logits, running, draw(st.integers(1, rows * vocabulary + 4))
 
 
+def wanting(count: int) -> Any:
+    """Rules of equal prompts, as far as candidates ask for them."""
+    return types.SimpleNamespace(num_candidates=count, spare_candidates=None)
+
+
 def check_flat_topk(found: Candidates, log_probs: torch.Tensor, running: torch.Tensor, count: int) -> None:
     """Assert that candidates are those of one `topk` over all ``R · V`` continuations, filled up with -inf."""
     batch, rows = running.shape
@@ -219,7 +228,7 @@ def test_best_candidates_are_a_flat_topk(small, monkeypatch):
     @given(score_rows())
     def check(case):
         scores, running, count = case
-        check_flat_topk(best_candidates(scores, running, count), scores, running, count)
+        check_flat_topk(best_candidates(scores, running, wanting(count)), scores, running, count)
 
     check()
 
@@ -242,7 +251,9 @@ def test_sampled_candidates_are_draws_without_replacement(log_probs, running, co
     scores = torch.tensor(log_probs) + torch.tensor(running).unsqueeze(-1)
     exact = draws_without_replacement(scores.flatten().double().exp().tolist(), count)
     torch.manual_seed(0)
-    drawn = sampled_candidates(torch.tensor(log_probs).repeat(times, 1), torch.tensor(running).expand(times, -1), count)
+    drawn = sampled_candidates(
+        torch.tensor(log_probs).repeat(times, 1), torch.tensor(running).expand(times, -1), wanting(count)
+    )
     places = (drawn.parents * scores.shape[1] + drawn.tokens).tolist()
     counted = Counter(map(frozenset, places))
     assert sum(exact.values()) == pytest.approx(1.0)
@@ -258,7 +269,7 @@ def test_sampled_candidates_are_draws_without_replacement(log_probs, running, co
 def test_sampled_candidates_end_with_what_has_no_probability():
     """Where fewer continuations exist than are to be drawn, all that exist come, then others with score -inf."""
     log_probs = torch.tensor([[-0.5, -math.inf, -0.9, -math.inf]])
-    drawn = sampled_candidates(log_probs.repeat(50, 1), torch.zeros(50, 1), count=6)
+    drawn = sampled_candidates(log_probs.repeat(50, 1), torch.zeros(50, 1), wanting(6))
     assert drawn.tokens[:, :2].sort().values.tolist() == [[0, 2]] * 50
     assert (drawn.scores[:, 2:] == -torch.inf).all() and not drawn.scores.isnan().any()
 
@@ -325,14 +336,14 @@ def tensor_step(cases: list[dict], none_can_end: bool = False):
     )
     ranks = torch.arange(count).expand(len(cases), -1)
     scores = torch.tensor([case["candidates"] for case in cases])
-    tables = LengthTables(
-        len(cases), first["longest"], length_penalty=first["penalty"], normalization=first["form"],
-        early_stopping=first["early_stopping"], device=CPU,
+    prompt = PromptSettings(
+        num_beams=width, max_new_tokens=first["longest"], length_penalty=first["penalty"],
+        early_stopping=first["early_stopping"],
     )  # fmt: skip
+    rules = Rules([prompt] * len(cases), Options(length_normalization=first["form"]), num_ends=1, device=CPU)
     return advance(
         state, Candidates(scores=scores, tokens=ranks + 100, parents=ranks % width, token_scores=scores),
-        None if none_can_end else torch.tensor([case["hits"] for case in cases]), length=first["length"], tables=tables,
-        early_stopping=first["early_stopping"],
+        None if none_can_end else torch.tensor([case["hits"] for case in cases]), length=first["length"], rules=rules,
     )  # fmt: skip
 
 

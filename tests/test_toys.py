@@ -14,6 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_paged_beam.generation.candidates import best_candidates
 from hf_paged_beam.generation.lengths import length_form
+from hf_paged_beam.generation.rules import Rules
+from hf_paged_beam.generation.settings import Options, PromptSettings
 
 PROMPT = torch.zeros(1, 1, dtype=torch.int64)
 KINDS = pytest.mark.parametrize(("kind", "path"), [(AttendingTable, "folded"), (GatheringTable, "gathered")])
@@ -59,7 +61,8 @@ def test_two_step_tree_scores_of_all_candidates():
     table = written_table(TREE, TREE_LETTERS)
     logits = torch.tensor([table((0, 0)), table((0, 1))]) + torch.tensor([[3.0], [-1.0]])  # rows after A and after B
     running = torch.tensor([[math.log(0.5), math.log(0.4)]])
-    candidates = best_candidates(logits.log_softmax(-1), running, count=6)
+    rules = Rules([PromptSettings(num_beams=3, max_new_tokens=2)], Options(), num_ends=0, device=torch.device("cpu"))
+    candidates = best_candidates(logits.log_softmax(-1), running, rules)
     #                                            B x: -0.916 - 0.105 = -1.022, the best although A led before
     assert continuations(candidates, ["A", "B"], TREE_LETTERS) == ["Bx", "Ax", "Ay", "Az", "By", "Bz"]
     assert printed(candidates.scores[0]) == ["-1.022", "-1.609", "-1.743", "-2.079", "-3.730", "-4.135"]

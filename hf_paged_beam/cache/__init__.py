@@ -1,8 +1,9 @@
 """Keys and values of a beam tree, each stored once. This folder knows nothing of scores.
 
-Read in this order: `index` (which slot holds which token of which beam), `layers` (the pools), `beside_keys` (pools
-with more than keys), `packing` (pools in fewer bytes), `cache` (what transformers sees), then the folded read: `step`
-(what is running), `mask` (who sees which slot), `attention`, `borrow` (how the model comes to call it).
+Read in this order: `rows` (which row is which beam), `index` (which slot holds which token of which beam), `layers`
+(the pools), `beside_keys` (pools with more than keys), `packing` (pools in fewer bytes), `cache` (what transformers
+sees), then the folded read: `step` (what is running), `mask` (who sees which slot), `attention`, `borrow` (how the
+model comes to call it).
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -13,6 +14,7 @@ from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, ado
 from .layers import SeveralTokensError
 from .mask import pool_mask
 from .packing import KV_DTYPES, stored_dtype
+from .rows import BeamRows
 from .step import CannotFoldError, FoldedStep
 
 AttentionInterface.register(NAME, folded_attention)
@@ -21,6 +23,7 @@ AttentionMaskInterface.register(NAME, pool_mask)
 __all__ = [
     "KV_DTYPES",
     "AsWritten",
+    "BeamRows",
     "CacheUsage",
     "CannotFoldError",
     "FoldedStep",

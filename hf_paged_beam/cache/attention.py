@@ -1,6 +1,6 @@
 """Attention of all beams of a prompt over one pool, registered with transformers' `AttentionInterface`.
 
-    query [B·W, H, 1, D]  ->  [B, Hkv, G·W, D]      the beams, and the heads that share keys, become query positions
+    query [R, H, 1, D]    ->  [B, Hkv, G·W, D]      the beams, and the heads that share keys, become query positions
     key   [B, Hkv, S, D]      as it lies in the pool: no copy, no repetition
     mask  [B, 1, G·W, S]      which slots each beam sees
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .borrow import own_attention
 from .layers import CrossLayer
+from .rows import BeamRows
 from .step import CannotFoldError, FoldedStep, current_step
 
 
@@ -33,16 +34,16 @@ def folded_attention(
     """Attention function in transformers' signature.
 
     Args:
-        query: ``[B·W, H, 1, D]``.
+        query: ``[R, H, 1, D]``, one row per beam.
         key, value: ``[B, Hkv, S, D]`` and ``[B, Hkv, S, Dv]``, a pool, or what the model made of it slot by slot,
             or an encoder's keys as the cache handed them.
         attention_mask: what `pool_mask` made, or a mask over cache positions, or None.
-        position_bias: ``[1 or B·W, H, 1, positions]``, added to the scores.
+        position_bias: ``[1 or R, H, 1, positions]``, added to the scores.
         softcap: scores become ``softcap · tanh(scores / softcap)``.
         s_aux: ``[H]``, logit of each head's attention sink.
 
     Returns:
-        ``[B·W, 1, H, Dv]`` and None (no attention maps: those need the gathered path).
+        ``[R, 1, H, Dv]`` and None (no attention maps: those need the gathered path).
 
     Raises:
         CannotFoldError: if keys did not come from the cache, or a mask has another shape.
@@ -62,30 +63,29 @@ def folded_attention(
         mask = _cross_mask(step, attention_mask, position_bias, key, groups)
     else:
         mask = _pool_mask(step, attention_mask, position_bias, key, groups, step.window_of(layer))
-    folded = fold(query, step.num_beams, key_heads)
+    folded = fold(query, step.beams, key_heads)
     if softcap is None and s_aux is None:
         output = functional.scaled_dot_product_attention(
             folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
         )
     else:
         # [H] -> [1, Hkv, G, W]
-        sinks = None if s_aux is None else s_aux.view(1, key_heads, groups, 1).expand(-1, -1, -1, step.num_beams)
+        sinks = None if s_aux is None else s_aux.view(1, key_heads, groups, 1).expand(-1, -1, -1, step.beams.width)
         output = _explicit_attention(folded, key, value, mask, scaling, softcap, sinks)
-    return unfold(output, step.num_beams, groups), None
+    return unfold(output, step.beams, groups), None
 
 
-def fold(query: torch.Tensor, num_beams: int, key_heads: int) -> torch.Tensor:
-    """``[B·W, H, 1, D]`` to ``[B, Hkv, G·W, D]``, group-major."""
-    rows, heads, _, size = query.shape
-    grouped = query.view(rows // num_beams, num_beams, key_heads, heads // key_heads, size)  # [B, W, Hkv, G, D]
-    return grouped.permute(0, 2, 3, 1, 4).reshape(rows // num_beams, key_heads, -1, size)
+def fold(query: torch.Tensor, beams: BeamRows, key_heads: int) -> torch.Tensor:
+    """``[R, H, 1, D]`` to ``[B, Hkv, G·W, D]``, group-major."""
+    grouped = beams.grid(query.squeeze(2)).unflatten(2, (key_heads, -1))  # [B, W, Hkv, G, D]
+    return grouped.permute(0, 2, 3, 1, 4).reshape(beams.batch_size, key_heads, -1, query.shape[-1])
 
 
-def unfold(output: torch.Tensor, num_beams: int, groups: int) -> torch.Tensor:
-    """``[B, Hkv, G·W, Dv]`` back to ``[B·W, 1, H, Dv]``."""
+def unfold(output: torch.Tensor, beams: BeamRows, groups: int) -> torch.Tensor:
+    """``[B, Hkv, G·W, Dv]`` back to ``[R, 1, H, Dv]``."""
     batch, key_heads, _, size = output.shape
-    split = output.reshape(batch, key_heads, groups, num_beams, size)
-    return split.permute(0, 3, 1, 2, 4).reshape(batch * num_beams, 1, key_heads * groups, size)
+    split = output.reshape(batch, key_heads, groups, beams.width, size)
+    return beams.rows(split.permute(0, 3, 1, 2, 4).reshape(batch, beams.width, 1, key_heads * groups, size))
 
 
 def _attend_rows(module, query, key, value, attention_mask, **extras):
@@ -143,19 +143,19 @@ def _cross_mask(
             additive = _additive(per_prompt, key) if per_prompt.dtype == torch.bool else per_prompt.to(key)
         if bias is not None:
             additive = additive + _per_prompt(step, bias).to(key)
-        shape = (step.batch_size, additive.shape[1], step.num_beams, key.shape[2])
+        shape = (step.beams.batch_size, additive.shape[1], step.beams.width, key.shape[2])
         return _fold_mask(additive.expand(shape), groups)
 
     return step.memo(("cross", id(mask), id(bias), groups, key.dtype, key.device), (mask, bias), make)
 
 
 def _per_prompt(step: FoldedStep, tensor: torch.Tensor) -> torch.Tensor:
-    """First row of each prompt of a tensor with 1, `B` or `B·W` rows."""
-    if tensor.shape[0] in (1, step.batch_size):
+    """First row of each prompt of a tensor with 1, `B` or `R` rows."""
+    if tensor.shape[0] in (1, step.beams.batch_size):
         return tensor
-    if tensor.shape[0] != step.batch_size * step.num_beams:
-        raise CannotFoldError(f"a mask has {tensor.shape[0]} rows; expected 1, {step.batch_size} or one per beam")
-    return tensor[:: step.num_beams]
+    if tensor.shape[0] != step.beams.count:
+        raise CannotFoldError(f"a mask has {tensor.shape[0]} rows; expected 1, {step.beams.batch_size} or one per beam")
+    return step.beams.first_of_each(tensor)
 
 
 def _at_slots(step: FoldedStep, over_positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def _at_slots(step: FoldedStep, over_positions: torch.Tensor, key: torch.Tensor)
     if per_prompt.shape[2] != 1 or per_prompt.shape[3] < step.index.prompt_length + step.index.paths.shape[1]:
         raise CannotFoldError(f"a mask or bias of shape {tuple(over_positions.shape)} does not cover all positions")
     positions = step.positions().to(key.device)[:, None, None, :]  # [B, 1, 1, S]
-    shape = (step.batch_size, per_prompt.shape[1], 1, -1)
+    shape = (step.beams.batch_size, per_prompt.shape[1], 1, -1)
     return per_prompt.to(key.device).expand(shape).gather(3, positions.expand(shape))
 
 

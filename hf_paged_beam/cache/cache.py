@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -83,12 +83,13 @@ class BeamVerbs:
         rows = any(versions.is_attention(layer) for layer in self.row_layers())
         return not rows and all(layer.can_fold for layer in self._pool_layers())
 
-    def begin_decode(self, batch_size: int, device: torch.device) -> None:
-        """Close the prompt: `num_beams` beams per prompt stand at its end.
+    def begin_decode(self, batch_size: int, device: torch.device, widths: Sequence[int] | None = None) -> None:
+        """Close the prompt: each prompt's beams stand at its end.
 
         Args:
             batch_size: `B`, prompts.
             device: where index tables live.
+            widths: beams of each prompt; `num_beams` if None.
 
         Raises:
             NotImplementedError: if layers hold prompts of different lengths, as where some keep an image's keys, or
@@ -104,24 +105,25 @@ class BeamVerbs:
         if len(lengths) > 1:
             raise NotImplementedError(f"its attention layers keep prompts of different lengths, {lengths}")
         length = lengths[0] if lengths else 0
-        self._end_prompt(batch_size, length, device)
+        self._end_prompt(batch_size, length, device, widths)
         if self.row_layers():
-            self._widen_row_layers(batch_size, device)
+            self._widen_row_layers()
 
-    def _end_prompt(self, batch_size: int, length: int, device: torch.device) -> None:
+    def _end_prompt(
+        self, batch_size: int, length: int, device: torch.device, widths: Sequence[int] | None = None
+    ) -> None:
         self.accept_wide_prompt(False)
         for layer in self.indexed_layers():
             layer.end_prompt()
-        self.index.begin_decode(batch_size, length, device)
+        self.index.begin_decode(batch_size, length, device, widths)
 
-    def _widen_row_layers(self, batch_size: int, device: torch.device) -> None:
+    def _widen_row_layers(self) -> None:
         """Give every beam its row of the layers that keep rows, by their own `reorder_cache`."""
         before = [(layer, tree_leaves(list(vars(layer).values()))) for layer in self.row_layers()]
-        self._reorder_rows(torch.arange(batch_size, device=device).repeat_interleave(self.num_beams))
+        batch = self.index.batch_size
+        self._reorder_rows(self.index.beams.prompt)
         for layer, tensors in before:
-            rows = {
-                id(given) for given in tensors if isinstance(given, torch.Tensor) and given.shape[:1] == (batch_size,)
-            }
+            rows = {id(given) for given in tensors if isinstance(given, torch.Tensor) and given.shape[:1] == (batch,)}
             if any(id(given) in rows for given in tree_leaves(list(vars(layer).values()))):
                 raise NotImplementedError(f"a {type(layer).__name__} keeps rows that it does not reorder")
 
@@ -129,13 +131,33 @@ class BeamVerbs:
         """Let beams continue their parents, and give each a slot for its next token.
 
         Args:
-            parents: ``[B·W]`` int64, row that each beam continues, counted over the whole batch.
+            parents: ``[R]`` int64, row that each beam continues, counted over the whole batch.
 
         Returns:
             0-dim int64: the highest slot given; the host must hand it to `grow` before the next forward pass.
         """
         self._reorder_rows(parents)
         return self.index.fork(parents)
+
+    def newest_slots(self) -> torch.Tensor:
+        """``[R]`` int64: the slot that the last `fork` gave each beam, counted from the start of its prompt's pool."""
+        return self.index.write_slots()
+
+    def leave(self, kept: Sequence[int]) -> torch.Tensor:
+        """Go on with some of the prompts only, and give back what the others held; after a `fork`.
+
+        Args:
+            kept: places of these prompts among the present ones, in order.
+
+        Returns:
+            ``[R]`` int64: the rows so far that are theirs.
+        """
+        places = torch.tensor(kept, device=self.index.paths.device)
+        for layer in self.indexed_layers():
+            layer.leave(places)
+        rows = self.index.leave(kept)
+        self._reorder_rows(rows)
+        return rows
 
     def grow(self, highest_slot: int) -> None:
         """Make room for slots beside the prompt, up to `highest_slot` (the pools grow when they are next written)."""
@@ -160,25 +182,25 @@ class BeamVerbs:
             elif layer.state is not None:
                 layer.state = next(copies)
 
-    def sample(self, batch_size: int, num_beams: int) -> Any:
-        """A cache of the first beams of the first prompts, just after the prompt: what happens to it stays with it.
+    def sample(self, prompts: Sequence[int], num_beams: int) -> Any:
+        """A cache of the first beams of some prompts, just after the prompt: what happens to it stays with it.
 
         Args:
-            batch_size: prompts, at most `B`.
-            num_beams: beams of each, at most `W`.
+            prompts: places of these prompts.
+            num_beams: beams of each, at most as many as each has.
         """
         index = BeamIndex(num_beams)
-        device, length = self.index.paths.device, self.index.prompt_length
-        index.begin_decode(batch_size, length, device)
-        rows = torch.arange(batch_size, device=device).repeat_interleave(num_beams)
-        index.fork(rows * num_beams)
+        index.begin_decode(len(prompts), self.index.prompt_length, self.index.paths.device)
+        index.fork(index.beams.repeat(index.beams.first.squeeze(1)))
         index.set_high_water(num_beams - 1)
-        taken = (torch.arange(batch_size, device=device).unsqueeze(1) * self.num_beams).add(
-            torch.arange(num_beams, device=device)
-        )
-        return self._sampled(index, taken.flatten())
+        return self._sampled(index, prompts, self.rows_of_first_beams(prompts, num_beams))
 
-    def _sampled(self, index: BeamIndex, rows: torch.Tensor) -> Any:
+    def rows_of_first_beams(self, prompts: Sequence[int], num_beams: int) -> torch.Tensor:
+        """``[prompts · num_beams]`` int64: rows of the first beams of some prompts."""
+        first = self.index.beams.first[list(prompts)]
+        return (first + torch.arange(num_beams, device=first.device)).flatten()
+
+    def _sampled(self, index: BeamIndex, prompts: Sequence[int], rows: torch.Tensor) -> Any:
         raise NotImplementedError
 
     def end(self) -> None:
@@ -206,6 +228,7 @@ class BeamVerbs:
         rows = next((layer._keys.shape[0] for layer in layers if layer._keys is not None), 0)
         slots = rows * (index.prompt_length + index.tree_slots) if index.decoding else rows * length
         live = slots
+        beams_per_prompt = index.beams.count / index.batch_size if index.batch_size else self.num_beams
         if index.decoding and layers:
             live = rows * index.prompt_length + int(index.live().sum())
         return CacheUsage(
@@ -214,8 +237,10 @@ class BeamVerbs:
             free=slots - live,
             bytes_held=self.held_bytes(),
             bytes_live=sum((live - rows * layer.dropped) * layer.bytes_per_token() for layer in layers) + cross_bytes,
-            bytes_separate=self.num_beams
-            * (sum(rows * layer.length_shown * layer.bytes_per_token() for layer in layers) + cross_bytes),
+            bytes_separate=round(
+                beams_per_prompt
+                * (sum(rows * layer.length_shown * layer.bytes_per_token() for layer in layers) + cross_bytes)
+            ),
         )
 
     def check(self) -> None:
@@ -325,12 +350,12 @@ class PagedBeamCache(BeamVerbs, Cache):
     def _decoder_layers(self) -> list[Any]:
         return self.layers
 
-    def _sampled(self, index: BeamIndex, rows: torch.Tensor) -> PagedBeamCache:
+    def _sampled(self, index: BeamIndex, prompts: Sequence[int], rows: torch.Tensor) -> PagedBeamCache:
         sample = copy.copy(self)
         sample.index, sample.layers = index, []
         for layer in self.layers:
             pooled = isinstance(layer, PoolLayer)
-            sample.layers.append(layer.of_first_prompts(index) if pooled else copy.deepcopy(layer))
+            sample.layers.append(layer.of_prompts(index, prompts) if pooled else copy.deepcopy(layer))
             if pooled and layer.state is not None:
                 sample.layers[-1].state = copy.deepcopy(layer.state)
         sample._reorder_rows(rows)
@@ -436,14 +461,14 @@ class PagedBeamEncoderDecoderCache(BeamVerbs, EncoderDecoderCache):
         self.cross_attention_cache.wide_prompt = wide
         super().accept_wide_prompt(wide)
 
-    def _sampled(self, index: BeamIndex, rows: torch.Tensor) -> PagedBeamEncoderDecoderCache:
+    def _sampled(self, index: BeamIndex, prompts: Sequence[int], rows: torch.Tensor) -> PagedBeamEncoderDecoderCache:
         sample = copy.copy(self)
         sample.index = index
-        sample.self_attention_cache = self.self_attention_cache._sampled(index, rows)
+        sample.self_attention_cache = self.self_attention_cache._sampled(index, prompts, rows)
         sample.cross_attention_cache = copy.copy(self.cross_attention_cache)
         sample.cross_attention_cache.index = index
         sample.cross_attention_cache.layers = [
-            layer.of_first_prompts(index) for layer in self.cross_attention_cache.layers
+            layer.of_prompts(index, prompts) for layer in self.cross_attention_cache.layers
         ]
         sample.is_updated = dict(self.is_updated)
         return sample

@@ -17,20 +17,23 @@ from the table, not counted: a slot is live if some path names it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from .rows import BeamRows
 
 
 class BeamIndex:
     """The index table shared by all layers of a `PagedBeamCache`.
 
     Attributes:
-        num_beams: `W`, beams per prompt.
-        batch_size: `B`, prompts; 0 until the prompt is complete.
+        num_beams: `W`, beams per prompt; of the widest, where prompts differ.
+        beams: which rows of a step are the beams of which prompt, `R` rows; none until the prompt is complete.
         prompt_length: `P`, tokens of the prompt (columns, padding included); 0 until the prompt is complete.
         decoding: whether the prompt is complete, so that each further token belongs to one beam alone.
-        paths: ``[B·W, t]`` int64, tree slot of each generated position of each beam; empty during the prompt.
+        paths: ``[R, t]`` int64, tree slot of each generated position of each beam; empty during the prompt.
         tree_slots: slots in use beside the prompt's, a high-water mark kept on the host; every number in `paths`
             is smaller.
         slots_in_use: ``prompt_length + tree_slots``, the part of each pool that is read.
@@ -46,36 +49,70 @@ class BeamIndex:
 
     def reset(self) -> None:
         """Forget the prompt and all beams."""
-        self.batch_size = 0
+        self.beams = BeamRows((), self.num_beams, torch.device("cpu"))
         self.prompt_length = 0
         self.tree_slots = 0
         self.slots_in_use = 0
         self.decoding = False
         self.paths = torch.empty(0, 0, dtype=torch.int64)
-        self._write_slots = self._wanted = torch.empty(0, 0, dtype=torch.int64)
+        self._write_slots = torch.empty(0, dtype=torch.int64)
+        self._wanted = torch.empty(0, 0, dtype=torch.int64)
         self.folded = False
         self.handed: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self.handing: dict[int, Any] = {}
 
-    def begin_decode(self, batch_size: int, prompt_length: int, device: torch.device) -> None:
-        """Close the prompt: from here on there are `num_beams` beams per prompt, all at the prompt's end."""
-        self.decoding, self.batch_size, self.prompt_length = True, batch_size, prompt_length
+    @property
+    def batch_size(self) -> int:
+        """`B`, prompts; 0 until the prompt is complete."""
+        return self.beams.batch_size
+
+    def begin_decode(
+        self, batch_size: int, prompt_length: int, device: torch.device, widths: Sequence[int] | None = None
+    ) -> None:
+        """Close the prompt: from here on each has beams, all at the prompt's end.
+
+        Args:
+            batch_size: `B`.
+            prompt_length: `P`.
+            device: where the table lives.
+            widths: beams of each prompt, at least 1; `num_beams` if None.
+        """
+        self.decoding, self.prompt_length = True, prompt_length
         self.slots_in_use = prompt_length
-        self.paths = torch.empty(batch_size * self.num_beams, 0, dtype=torch.int64, device=device)
-        self._wanted = torch.arange(1, self.num_beams + 1, device=device).expand(batch_size, -1).contiguous()
+        self._set_beams([self.num_beams] * batch_size if widths is None else widths, device)
+        self.paths = torch.empty(self.beams.count, 0, dtype=torch.int64, device=device)
+
+    def leave(self, kept: Sequence[int]) -> torch.Tensor:
+        """Go on with some of the prompts only.
+
+        Args:
+            kept: places of these prompts among the present ones, in order.
+
+        Returns:
+            ``[R]`` int64: the rows so far that are theirs.
+        """
+        rows = self.beams.rows_of(kept)
+        self._set_beams([self.beams.widths[prompt] for prompt in kept], self.paths.device)
+        self.paths, self._write_slots = self.paths.index_select(0, rows), self._write_slots.index_select(0, rows)
+        return rows
+
+    def _set_beams(self, widths: Sequence[int], device: torch.device) -> None:
+        width = min(max(2, *widths), self.num_beams)  # of a grid of one cell a mask looks like any other
+        self.beams = BeamRows(widths, width, device)
+        self._wanted = torch.arange(1, width + 1, device=device).expand(len(widths), -1).contiguous()
 
     def fork(self, parents: torch.Tensor) -> torch.Tensor:
         """Let each beam continue the beam that `parents` names, and give each a slot for its next token.
 
         Args:
-            parents: ``[B·W]`` int64, row (counted over the batch) that each beam continues.
+            parents: ``[R]`` int64, row (counted over the batch) that each beam continues.
 
         Returns:
             0-dim int64: the highest tree slot that was given, for `set_high_water` once the host has read it.
         """
-        inherited = self.paths.index_select(0, parents)  # [B·W, t]
-        slots = self._lowest_free(inherited)  # [B, W]
-        self.paths = torch.cat([inherited, slots.reshape(-1, 1)], dim=1)
+        inherited = self.paths.index_select(0, parents)  # [R, t]
+        slots = self.beams.rows(self._lowest_free(inherited))  # [R]
+        self.paths = torch.cat([inherited, slots.unsqueeze(1)], dim=1)
         self._write_slots = slots + self.prompt_length
         return slots.amax()
 
@@ -95,13 +132,13 @@ class BeamIndex:
 
     def _lowest_free(self, paths: torch.Tensor) -> torch.Tensor:
         """The `W` lowest slots of each prompt that no path names: ``[B, W]`` int64."""
-        free_so_far = self._free(paths, self.tree_slots + self.num_beams).cumsum(-1)  # [B, S] free up to each slot
+        free_so_far = self._free(paths, self.tree_slots + self.beams.width).cumsum(-1)  # [B, S] free up to each slot
         return torch.searchsorted(free_so_far, self._wanted)  # where the 1st, 2nd, ... W-th free slot is met
 
     def _free(self, paths: torch.Tensor, slots: int) -> torch.Tensor:
         """``[B, slots]`` bool: which tree slots none of the given paths names."""
         marks = torch.ones(self.batch_size, slots, dtype=torch.bool, device=paths.device)
-        return marks.scatter_(1, paths.view(self.batch_size, -1), False)
+        return marks.scatter_(1, self.beams.grid(paths).flatten(1), False)
 
     @property
     def newest_position(self) -> int:
@@ -118,7 +155,7 @@ class BeamIndex:
         seen = torch.zeros(shape, dtype=torch.bool, device=self.paths.device)
         seen[:, : self.prompt_length] = True
         seen[:, self.prompt_length :].scatter_(1, self.paths, True)
-        return seen.view(self.batch_size, self.num_beams, -1)
+        return self.beams.grid(seen)
 
     def visible_additive(self, dtype: torch.dtype) -> torch.Tensor:
         """The same as a mask to be added to scores: ``[B, 1, W, P + tree_slots]`` of `dtype`, 0 or -inf."""
@@ -126,7 +163,7 @@ class BeamIndex:
         prompt = torch.zeros(rows, self.prompt_length, dtype=dtype, device=self.paths.device)
         tree = torch.full((rows, self.tree_slots), -torch.inf, dtype=dtype, device=self.paths.device)
         seen = torch.cat([prompt, tree.scatter_(1, self.paths, 0.0)], dim=1)
-        return seen.view(self.batch_size, 1, self.num_beams, -1)
+        return self.beams.grid(seen).unsqueeze(1)
 
     def positions(self) -> torch.Tensor:
         """``[B, P + tree_slots]`` int64: the cache position of the token that each slot holds (0 where it is free)."""
@@ -134,26 +171,26 @@ class BeamIndex:
         generated = torch.arange(self.prompt_length, self.prompt_length + steps, device=self.paths.device)
         held = torch.zeros(self.batch_size, self.slots_in_use, dtype=torch.int64, device=self.paths.device)
         held[:, : self.prompt_length] = torch.arange(self.prompt_length, device=self.paths.device)
-        source = generated.expand(self.batch_size, self.num_beams, -1).reshape(self.batch_size, -1)
-        held[:, self.prompt_length :].scatter_(1, self.paths.view(self.batch_size, -1), source)
+        source = generated.expand(self.batch_size, self.beams.width, -1).reshape(self.batch_size, -1)
+        held[:, self.prompt_length :].scatter_(1, self.beams.grid(self.paths).flatten(1), source)
         return held
 
     def write_slots(self) -> torch.Tensor:
-        """``[B, W]`` int64: the pool slot (prompt included) of the token that each beam is about to write."""
+        """``[R]`` int64: the pool slot (prompt included) of the token that each beam is about to write."""
         return self._write_slots
 
     def rows(self, length: int) -> torch.Tensor:
-        """``[B, W, length]`` int64: the pool slots of each beam's first `length` positions, in order."""
+        """``[R, length]`` int64: the pool slots of each beam's first `length` positions, in order."""
         prompt = torch.arange(min(length, self.prompt_length), device=self.paths.device)
         prompt = prompt.expand(self.paths.shape[0], -1)
         generated = self.paths[:, : max(length - self.prompt_length, 0)] + self.prompt_length
-        return torch.cat([prompt, generated], dim=1).view(self.batch_size, self.num_beams, -1)
+        return torch.cat([prompt, generated], dim=1)
 
     def check(self) -> None:
         """Raise `AssertionError` unless the table is a forest: numbers in range, one way from the root to each slot."""
         if not self.decoding:
             return
-        per_prompt = self.paths.view(self.batch_size, self.num_beams, -1).tolist()  # host read: not in a search
+        per_prompt = self.beams.grid(self.paths).tolist()  # host read: not in a search
         for prompt, paths in enumerate(per_prompt):
             ancestors: dict[int, tuple[int, ...]] = {}
             for path in paths:

@@ -1,9 +1,9 @@
 """Cache layers over a pool of slots.
 
     prompt:   keys [B, Hkv, P, D] are appended as they come, one row per prompt
-    decode:   keys [B·W, Hkv, 1, D] are written into the slots that the index gave to the beams
+    decode:   keys [R, Hkv, 1, D], one row per beam, are written into the slots that the index gave to the beams
     read:     folded   -> the pool itself, [B, Hkv, P + tree slots, D], no copy
-              gathered -> one row per beam, [B·W, Hkv, length, D], copied out of the pool
+              gathered -> one row per beam, [R, Hkv, length, D], copied out of the pool
 
 A prompt may arrive as one row per beam (transformers' own search does that): the rows of a prompt are checked to be
 equal, and one is kept.
@@ -12,6 +12,7 @@ equal, and one is kept.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -137,17 +138,18 @@ class _IndexedLayer(CacheLayerMixin):
     def _held(self) -> list[torch.Tensor]:
         return [stored for name in self.STORED if (stored := getattr(self, name)) is not None]
 
-    def of_first_prompts(self, index: BeamIndex) -> Any:
-        """The same layer under another index, with the first of its prompts; it must not be written in decode before.
+    def of_prompts(self, index: BeamIndex, prompts: Sequence[int]) -> Any:
+        """The same layer under another index, with some of its prompts; it must not be written in decode before.
 
         Args:
-            index: of at most as many prompts.
+            index: of as many prompts.
+            prompts: places of these among the present ones.
         """
         layer = copy.copy(self)
         layer.index = index
         for name in self.STORED:
             stored = getattr(self, name)
-            setattr(layer, name, None if stored is None else stored[: index.batch_size])
+            setattr(layer, name, None if stored is None else stored[list(prompts)])
         return layer
 
     def give_rows(self, stock_layer: Any) -> None:
@@ -169,9 +171,16 @@ class _IndexedLayer(CacheLayerMixin):
         return stored if self._packing is None else self._packing.unpack(stored)
 
     def _as_rows(self, states: torch.Tensor) -> torch.Tensor:
-        """``[B, ...]`` to ``[B·W, ...]``: a view where there is one prompt, else a copy."""
-        width = self.index.num_beams
-        return states.unsqueeze(1).expand(-1, width, *states.shape[1:]).flatten(0, 1)
+        """``[B, ...]`` to ``[R, ...]``: a view where there is one prompt, else a copy."""
+        if self.index.decoding:
+            return self.index.beams.repeat(states)
+        return states.unsqueeze(1).expand(-1, self.index.num_beams, *states.shape[1:]).flatten(0, 1)
+
+    def leave(self, kept: torch.Tensor) -> None:
+        """Go on with some of the prompts only: ``[B']`` int64, their places among the present ones."""
+        for name in self.STORED:
+            stored = getattr(self, name)
+            setattr(self, name, None if stored is None else stored.index_select(0, kept.to(stored.device)))
 
 
 class PoolLayer(_IndexedLayer):
@@ -208,7 +217,7 @@ class PoolLayer(_IndexedLayer):
 
         Args:
             key_states, value_states: during the prompt ``[B, Hkv, q, D]`` (or ``[B·W, ...]`` where the cache was told
-                so), then ``[B·W, Hkv, 1, D]``.
+                so), then ``[R, Hkv, 1, D]``, a row for each beam.
 
         Returns:
             Keys and values: see the module's header.
@@ -225,7 +234,7 @@ class PoolLayer(_IndexedLayer):
         """Write one token per beam into the slots that the index gave it."""
         if self._keys is None or self._values is None:
             raise RuntimeError("a layer that took no part in the prompt got a beam's keys")
-        slots = self.index.write_slots()  # [B, W]
+        slots = self.index.write_slots()  # [R]
         self._keys = self._store(self._keys, self._packed(key_states), slots)
         self._values = self._store(self._values, self._packed(value_states), slots)
         self.length = self.index.prompt_length + self.index.paths.shape[1]
@@ -299,7 +308,7 @@ class PoolLayer(_IndexedLayer):
         return self._show(first)
 
     def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Write ``[B·W, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[B, W]``; the pool grows if it must."""
+        """Write ``[R, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[R]``; the pool grows if it must."""
         needed = self.index.slots_in_use - self.dropped
         if states.dtype != pool.dtype:  # autocast began or ended after the prompt: promoted, as `torch.cat` would
             pool = pool.to(torch.promote_types(pool.dtype, states.dtype))
@@ -310,12 +319,10 @@ class PoolLayer(_IndexedLayer):
             pool = self._grown(pool, needed + max(needed // GROWTH, LEAST_SPARE))
         if slots.device != pool.device:
             slots = slots.to(pool.device)
-        batch, width = slots.shape
-        if batch == 1:
-            pool.index_copy_(2, slots.squeeze(0), states.transpose(0, 2))
+        if pool.shape[0] == 1:
+            pool.index_copy_(2, slots, states.transpose(0, 2))
             return pool
-        prompt = torch.arange(batch, device=pool.device).unsqueeze(1)
-        pool[prompt, :, slots] = states.view(batch, width, states.shape[1], states.shape[3])
+        pool[self.index.beams.prompt.to(pool.device), :, slots] = states.squeeze(2)
         return pool
 
     @staticmethod
@@ -325,13 +332,16 @@ class PoolLayer(_IndexedLayer):
         return torch.cat([pool, spare], dim=2)  # as transformers' cache does: keys may be of a subclass of tensors
 
     def _gather(self, stored: torch.Tensor, first: int, length: int) -> torch.Tensor:
-        """``[B, Hkv, S, D]`` to ``[B·W, Hkv, length - first, D]``."""
-        rows = self.index.rows(length)[..., first:].to(stored.device) - self.dropped  # [B, W, length - first]
+        """``[B, Hkv, S, D]`` to ``[R, Hkv, length - first, D]``."""
+        rows = self.index.rows(length)[:, first:].to(stored.device) - self.dropped  # [R, length - first]
         batch, heads, slots, size = stored.shape
-        first_slot = torch.arange(0, batch * heads * slots, slots, device=stored.device).view(batch, 1, heads, 1)
-        places = (first_slot + rows.unsqueeze(2)).flatten()  # [B·W·Hkv·(length - first)] rows of the pool laid flat
+        first_slot = torch.arange(0, batch * heads * slots, slots, device=stored.device).view(batch, heads)
+        first_slot = self.index.beams.repeat(first_slot)  # [R, Hkv]
+        places = (
+            first_slot.unsqueeze(2) + rows.unsqueeze(1)
+        ).flatten()  # [R·Hkv·(length - first)] of the pool laid flat
         gathered = stored.reshape(-1, size).index_select(0, places)
-        return gathered.view(batch * rows.shape[1], heads, rows.shape[2], size)
+        return gathered.view(len(rows), heads, rows.shape[1], size)
 
 
 class CrossLayer(_IndexedLayer):

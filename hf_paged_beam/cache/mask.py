@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from .. import versions
 from .borrow import attention_before
-from .step import current_step
+from .step import FoldedStep, current_step
 
 
 def pool_mask(
@@ -43,21 +43,21 @@ def pool_mask(
         return step.visible_additive(kwargs.get("dtype", torch.float32))
     visible = step.visible()  # [B, W, S]
     if mask_function is not causal_mask_function:
-        allowed = _at_slots(mask_function, step.index.newest_position, step.positions(), step.num_beams, use_vmap)
+        allowed = _at_slots(mask_function, step, use_vmap)
         visible = visible & allowed.unsqueeze(1)
     if attention_mask is not None:
-        per_prompt = attention_mask[:: attention_mask.shape[0] // step.batch_size]  # [B, length]
+        rows = attention_mask.shape[0] == step.beams.count
+        per_prompt = step.beams.first_of_each(attention_mask) if rows else attention_mask  # [B, length]
         visible = visible & per_prompt.gather(1, step.positions()).to(torch.bool).unsqueeze(1)
     return visible.unsqueeze(1)
 
 
-def _at_slots(
-    mask_function: Callable, query_position: int, positions: torch.Tensor, num_beams: int, use_vmap: bool
-) -> torch.Tensor:
+def _at_slots(mask_function: Callable, step: FoldedStep, use_vmap: bool) -> torch.Tensor:
     """Evaluate the rule for each prompt's first beam at the positions its slots hold: ``[B, S]`` bool."""
+    positions = step.positions()
     device = positions.device
-    batch = torch.arange(positions.shape[0], device=device) * num_beams
-    query = torch.full((), query_position, device=device)  # no copy from the host
+    batch = step.beams.first.squeeze(1)
+    query = torch.full((), step.index.newest_position, device=device)  # no copy from the host
     if use_vmap:
         return versions.evaluate_unbatched(mask_function, batch, query, positions)
     head = torch.zeros((), dtype=torch.int64, device=device)

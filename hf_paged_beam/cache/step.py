@@ -39,8 +39,7 @@ class FoldedStep:
     def __init__(self, index: BeamIndex, configs: Sequence[dict[str, Any]] = ()):
         self.index = index
         self._configs = configs
-        self.num_beams = index.num_beams
-        self.batch_size = index.batch_size
+        self.beams = index.beams
         self._attended: set[int] = set()
         self._made_of_the_pool = 0
         self._memo: dict[tuple, tuple[tuple, torch.Tensor]] = {}
@@ -84,8 +83,8 @@ class FoldedStep:
 
         A mask over positions has one row for each beam and one query.
         """
-        shape = (self.num_beams, self.index.slots_in_use)
-        return mask is not None and mask.dim() == 4 and self.num_beams > 1 and mask.shape[2:] == shape
+        shape = (self.beams.width, self.index.slots_in_use)
+        return mask is not None and mask.dim() == 4 and self.beams.width > 1 and mask.shape[2:] == shape
 
     def layer_that_handed(self, key: torch.Tensor) -> PoolLayer | CrossLayer | None:
         """The layer whose keys these very tensor is, if it came from the cache in this step; its use is noted."""
@@ -106,7 +105,7 @@ class FoldedStep:
             rows: rows of the query.
             mask: what came with it.
         """
-        one_per_prompt = key.shape[0] == self.batch_size != rows == self.batch_size * self.num_beams
+        one_per_prompt = key.shape[0] == self.beams.batch_size and rows == self.beams.count
         if not (one_per_prompt and key.shape[2] == self.index.slots_in_use and self.speaks_of_slots(mask)):
             return False
         self._made_of_the_pool += 1

@@ -5,17 +5,21 @@ Read `search` first: it lists the steps and the file of each.
 
 from .prompt import OUR_CACHES, HandOver, reason_to_hand_over
 from .search import SearchCall, run_search
-from .settings import SearchSettings, check_counts, check_options
+from .settings import LISTED, Options, SearchSettings, check_counts, check_lists
+from .stochastic import importance_weights
 from .trie import TokenTrie
 
 __all__ = [
+    "LISTED",
     "OUR_CACHES",
     "HandOver",
+    "Options",
     "SearchCall",
     "SearchSettings",
     "TokenTrie",
     "check_counts",
-    "check_options",
+    "check_lists",
+    "importance_weights",
     "reason_to_hand_over",
     "run_search",
 ]

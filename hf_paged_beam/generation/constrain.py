@@ -7,13 +7,15 @@ constraint is a processor itself, at the place of transformers' own prefix const
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from .candidates import pad_candidates
+from ..cache import BeamRows
+from .candidates import in_grid, pad_candidates, renormalized
+from .rules import Rules
 from .state import Candidates, Chosen
 from .trie import Level, TokenTrie
 
@@ -136,7 +138,7 @@ class ItemConstraint:
         renormalize: whether log-probabilities are those among the allowed tokens.
 
     Attributes:
-        nodes: ``[B, R]`` int64, where each running beam stands.
+        nodes: ``[B, N]`` int64, where each running beam stands.
     """
 
     def __init__(self, forest: Forest, *, begins: int, renormalize: bool):
@@ -154,34 +156,33 @@ class ItemConstraint:
         """Whether this step's token is one of an item."""
         return self._step >= self.begins
 
-    def candidates(self, scores: torch.Tensor, running_scores: torch.Tensor, width: int, count: int) -> Candidates:
+    def candidates(
+        self, scores: torch.Tensor, running_scores: torch.Tensor, rules: Rules, beams: BeamRows | None
+    ) -> Candidates:
         """The best continuations that stay on items.
 
-        The first `W` are the best of all. The others are the best that end nowhere, so that `W` beams can run on.
+        The first `W` of a prompt are the best of all. The others are the best that end nowhere, so that `W` beams can
+        run on.
 
         Args:
-            scores: ``[B·R, V]`` float32, log-probabilities, or logits where they are renormalised.
-            running_scores: ``[B, R]`` float32.
-            width: `W`.
-            count: `K`.
+            scores: ``[R, V]`` float32, log-probabilities, or logits where they are renormalised.
+            running_scores: ``[B, N]`` float32.
+            rules: of each prompt.
+            beams: the rows of a step; None for one row per prompt.
         """
-        batch, rows = running_scores.shape
+        batch, count = running_scores.shape[0], rules.num_candidates
         most = max(self._level.most_children, 1)
-        nodes, there = self.forest.children(self.nodes, most)  # [B, R, F]
-        token_scores = scores.view(batch, rows, -1).gather(2, self.forest.tokens(nodes))
-        token_scores = token_scores.masked_fill(~there, -torch.inf)
+        nodes, there = self.forest.children(self.nodes, most)  # [B, N, F]
+        tokens = self.forest.tokens(nodes)
+        token_scores = scores.gather(1, tokens.flatten(0, 1) if beams is None else beams.rows(tokens))  # [R, F]
+        token_scores = in_grid(token_scores, batch, beams).masked_fill(~there, -torch.inf)
         if self.renormalize:
             token_scores = renormalized(token_scores)
         ranked = (token_scores + running_scores.unsqueeze(-1)).view(batch, -1)
         nodes = nodes.view(batch, -1)
         scores, places = ranked.topk(min(count, ranked.shape[1]), dim=1)  # [B, K]
-        others = places.shape[1] - width
-        if self._next_level_is_mixed and others > 0:
-            runs_on = ranked.masked_fill(self.forest.is_leaf(nodes), -torch.inf).scatter(
-                1, places[:, :width], -torch.inf
-            )
-            rest = runs_on.topk(others, dim=1)  # what ran out is -inf here, whatever it scores
-            scores, places = (torch.cat([a[:, :width], b], 1) for a, b in zip((scores, places), rest, strict=True))
+        if self._next_level_is_mixed:
+            scores, places = self._runs_on_behind(ranked, nodes, scores, places, rules)
         nodes = nodes.gather(1, places)
         found = Candidates(
             scores=scores,
@@ -191,6 +192,20 @@ class ItemConstraint:
             nodes=nodes,
         )
         return pad_candidates(found, count - places.shape[1])
+
+    def _runs_on_behind(
+        self, ranked: torch.Tensor, nodes: torch.Tensor, scores: torch.Tensor, places: torch.Tensor, rules: Rules
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best ``[B, K]`` with the best that run on behind the first `W`, in place of what could only end."""
+        width, others = rules.width, places.shape[1] - rules.width
+        if others <= 0:
+            return scores, places
+        runs_on = ranked.masked_fill(self.forest.is_leaf(nodes), -torch.inf).scatter(1, places[:, :width], -torch.inf)
+        rest = runs_on.topk(others, dim=1)  # what ran out is -inf here, whatever it scores
+        return (
+            torch.cat([scores[:, :width], rest.values], dim=1),
+            torch.cat([places[:, :width], rest.indices], dim=1),
+        )
 
     @property
     def _next_level_is_mixed(self) -> bool:
@@ -206,13 +221,12 @@ class ItemConstraint:
         nodes = self.forest.child_with(parents, candidates.tokens, self._level.most_children)
         return candidates._replace(nodes=nodes)
 
-    def allowed(self, rows: int, vocabulary: int) -> torch.Tensor:
-        """``[rows, V]`` bool: the tokens that may follow, for one row per prompt or per beam."""
+    def allowed(self, vocabulary: int) -> torch.Tensor:
+        """``[B, N, V]`` bool: the tokens that may follow each beam."""
         nodes, there = self.forest.children(self.nodes, max(self._level.most_children, 1))
-        tokens = torch.where(there, self.forest.tokens(nodes), vocabulary).flatten(0, 1)
-        allowed = torch.zeros(tokens.shape[0], vocabulary + 1, dtype=torch.bool, device=tokens.device)
-        allowed = allowed.scatter_(1, tokens, True)[:, :vocabulary]
-        return allowed.repeat_interleave(rows // allowed.shape[0], dim=0)
+        tokens = torch.where(there, self.forest.tokens(nodes), vocabulary)
+        allowed = torch.zeros(*tokens.shape[:2], vocabulary + 1, dtype=torch.bool, device=tokens.device)
+        return allowed.scatter_(2, tokens, True)[..., :vocabulary]
 
     def hits(self, candidates: Candidates) -> torch.Tensor | None:
         """``[B, K]`` bool, candidates at whose node nothing follows; None before the first item's token."""
@@ -231,12 +245,6 @@ def _nodes_of(candidates: Candidates) -> torch.Tensor:
     return candidates.nodes
 
 
-def renormalized(scores: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities among what is allowed, along the last dimension; -inf where nothing is."""
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.log_softmax(-1).masked_fill(nothing, -torch.inf)
-
-
 def forced_tokens(processors: LogitsProcessorList, prompt_length: int) -> int:
     """How many tokens are forced before an item's first."""
     forced = any(isinstance(given, logits_process.ForcedBOSTokenLogitsProcessor) for given in processors)
@@ -244,21 +252,28 @@ def forced_tokens(processors: LogitsProcessorList, prompt_length: int) -> int:
 
 
 class AllowedItems(LogitsProcessor):
-    """The constraint as a processor of whole rows."""
+    """The constraint as a processor of whole rows.
 
-    def __init__(self, constraint: ItemConstraint):
-        self.constraint = constraint
+    Args:
+        constraint: the beams and their nodes.
+        rows_of: from ``[B, N, ...]`` and a number of rows to that many.
+    """
+
+    row_by_row = True
+
+    def __init__(self, constraint: ItemConstraint, rows_of: Callable[[torch.Tensor, int], torch.Tensor]):
+        self.constraint, self.rows_of = constraint, rows_of
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.constraint.active:
             return scores
-        allowed = self.constraint.allowed(*scores.shape)
+        allowed = self.rows_of(self.constraint.allowed(scores.shape[1]), len(scores))
         scores = scores.masked_fill(~allowed, -torch.inf)
         return renormalized(scores) if self.constraint.renormalize else scores
 
 
-def with_constraint(processors: LogitsProcessorList, constraint: ItemConstraint) -> LogitsProcessorList:
+def with_constraint(processors: LogitsProcessorList, constraint: AllowedItems) -> LogitsProcessorList:
     """The processors with the constraint where transformers puts its own."""
     earlier = [number for number, given in enumerate(processors) if type(given) in _BEFORE_THE_CONSTRAINT]
     place = earlier[-1] + 1 if earlier else 0
-    return LogitsProcessorList([*processors[:place], AllowedItems(constraint), *processors[place:]])
+    return LogitsProcessorList([*processors[:place], constraint, *processors[place:]])

@@ -23,7 +23,7 @@ from ..cache import (
 )
 from ..versions import GenerativeModel
 from .memory import is_out_of_memory
-from .prompt import HandOver, of_first_prompts, widen_inputs
+from .prompt import HandOver, choose_rows, widen_inputs
 
 _foldable: weakref.WeakKeyDictionary[GenerativeModel, dict[str, bool]] = weakref.WeakKeyDictionary()
 """Models and attention implementations: whether folding them was tried and gave what gathering gives.
@@ -81,6 +81,7 @@ class DecodeSteps:
         self._configs: list[dict[str, Any]] = []  # looked up before the first step
         self._as_written: contextlib.AbstractContextManager = contextlib.nullcontext()  # with them
         self._offsets = position_offsets(model, cache.index.batch_size)
+        self._prompts_and_rows = (cache.index.batch_size, cache.index.beams.count)
 
     @property
     def needs_rows(self) -> bool:
@@ -96,8 +97,8 @@ class DecodeSteps:
         """The model's outputs for the newest token of every beam.
 
         Args:
-            tokens: ``[B·W]`` int64.
-            rows: ``[B·W, length]`` int64 where `needs_rows`.
+            tokens: ``[R]`` int64.
+            rows: ``[R, length]`` int64 where `needs_rows`.
         """
         input_ids = tokens.unsqueeze(1) if self._last_token_only or rows is None else rows
         if not self._begun:
@@ -140,15 +141,14 @@ class DecodeSteps:
 
         Where even the gathered step fails, as it may for a model that remembers its batch, nothing is found.
         """
-        prompts, beams = min(_FEW_PROMPTS, self.cache.index.batch_size), min(_FEW_BEAMS, self.cache.num_beams)
-        ids = input_ids.view(-1, self.cache.num_beams, input_ids.shape[-1])[:prompts, :beams].flatten(0, 1)
-        kwargs = of_first_prompts(self._kwargs, self.cache.index.batch_size, prompts)
-        gathered = self._few_logits("gathered", ids, kwargs)
+        prompts, beams = self._few()
+        ids = input_ids.index_select(0, self.cache.rows_of_first_beams(prompts, beams))
+        gathered = self._few_logits("gathered", ids, prompts, beams)
         if isinstance(gathered, Exception):
             return
-        folded = self._few_logits("folded", ids, kwargs)
+        folded = self._few_logits("folded", ids, prompts, beams)
         if isinstance(folded, Exception):  # what does not come again was not folding's
-            folded = self._few_logits("folded", ids, kwargs)
+            folded = self._few_logits("folded", ids, prompts, beams)
         if isinstance(folded, Exception):
             self._found = None if is_out_of_memory(folded) else False
         else:
@@ -160,12 +160,21 @@ class DecodeSteps:
             )
             logger.info(f"{type(self.model).__name__}: keys are gathered; folded, {reason}")
 
-    def _few_logits(self, path: str, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | Exception:
+    def _few(self) -> tuple[list[int], int]:
+        """The prompts of a trial, and how many beams of each."""
+        widths = self.cache.index.beams.widths
+        prompts = [prompt for prompt, width in enumerate(widths) if width > 1][:_FEW_PROMPTS] or [0]
+        return prompts, min(_FEW_BEAMS, *(widths[prompt] for prompt in prompts))
+
+    def _few_logits(
+        self, path: str, input_ids: torch.Tensor, prompts: list[int], beams: int
+    ) -> torch.Tensor | Exception:
         """One step of a few beams of their own: logits ``[rows, V]``, or the error."""
         few = copy.copy(self)
-        beams = min(_FEW_BEAMS, self.cache.num_beams)
-        few.path, few.cache = path, self.cache.sample(input_ids.shape[0] // beams, beams)
+        few.path, few.cache = path, self.cache.sample(prompts, beams)
+        kwargs = choose_rows(self._kwargs, self.cache.index.batch_size, prompts)
         few._kwargs = few._widen({**kwargs, versions.CACHE_ARGUMENT: few.cache})
+        few._offsets = [(module, offsets[prompts]) for module, offsets in self._offsets]
         few._give_offsets()
         try:
             with self._as_written:  # nothing is compiled for a few beams
@@ -176,8 +185,27 @@ class DecodeSteps:
     def _give_offsets(self) -> None:
         """Give every beam its row of the offsets that models keep: not all of them repeat what they kept."""
         for module, offsets in self._offsets:
-            few = offsets[: self.cache.index.batch_size]
-            module.rope_deltas = few.repeat_interleave(self.cache.num_beams, dim=0)
+            module.rope_deltas = self.cache.index.beams.repeat(offsets)
+
+    def leave(self, kept: list[int], rows: torch.Tensor) -> None:
+        """Go on with some of the prompts only; the cache has let the others go already.
+
+        Args:
+            kept: places of these prompts among those before.
+            rows: ``[R]`` int64, rows before that are theirs.
+        """
+        batch, count = self._prompts_and_rows
+        self._prompts_and_rows = (len(kept), len(rows))
+        self._offsets = [(module, offsets[kept]) for module, offsets in self._offsets]
+        if not self._begun:
+            self._kwargs = choose_rows(self._kwargs, batch, kept)
+        elif self.model.config.is_encoder_decoder and self.path == "folded":
+            self._kwargs = choose_rows(self._kwargs, count, rows, part="decoder")
+            self._kwargs = choose_rows(self._kwargs, batch, kept, part="encoder")
+        else:
+            self._kwargs = choose_rows(self._kwargs, count, rows)
+        if self._begun:
+            self._give_offsets()
 
     def _forward(self, input_ids: torch.Tensor) -> Any:
         inputs = self.model.prepare_inputs_for_generation(input_ids, **versions.NEWEST_TOKEN, **self._kwargs)
@@ -230,14 +258,14 @@ class DecodeSteps:
 
     def _widen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.model.config.is_encoder_decoder and self.path == "folded":
-            return widen_inputs(kwargs, self.cache.num_beams, part="decoder")
-        return widen_inputs(kwargs, self.cache.num_beams)
+            return widen_inputs(kwargs, self.cache.index.beams, part="decoder")
+        return widen_inputs(kwargs, self.cache.index.beams)
 
     def _widen_encoder(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What `_widen` left at `B` rows for the folded path."""
         if not self.model.config.is_encoder_decoder:
             return kwargs
-        return widen_inputs(kwargs, self.cache.num_beams, part="encoder")
+        return widen_inputs(kwargs, self.cache.index.beams, part="encoder")
 
 
 def position_offsets(model: GenerativeModel, batch_size: int) -> list[tuple[Any, torch.Tensor]]:

@@ -28,12 +28,22 @@ class Sequences:
     inside: torch.Tensor
     scores: torch.Tensor
 
+    @property
+    def log_probs(self) -> torch.Tensor:
+        """``[B, n]`` float32: summed log-probability; -inf where there is no sequence."""
+        return self.token_scores.sum(-1).masked_fill(~self.inside.any(-1), -torch.inf)
+
 
 class History:
-    """Candidates and choices of every step, a few numbers per beam and step."""
+    """Candidates and choices of every step, a few numbers per beam and step.
 
-    def __init__(self) -> None:
+    Args:
+        traced: whether `trace` will be asked for.
+    """
+
+    def __init__(self, traced: bool = False) -> None:
         self._steps: list[tuple[Candidates, Chosen]] = []
+        self._traced: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if traced else None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -41,6 +51,31 @@ class History:
     def record(self, candidates: Candidates, chosen: Chosen) -> None:
         """Note one step."""
         self._steps.append((candidates, chosen))
+
+    def record_traced(
+        self, candidates: Candidates, chosen: Chosen, finished: torch.Tensor, runs_on: torch.Tensor
+    ) -> None:
+        """Note one step with what a trace tells of it.
+
+        Args:
+            candidates, chosen: of the step.
+            finished: ``[B, K]`` bool, candidates that ended and were taken.
+            runs_on: ``[B, W]`` bool, beams that are one.
+        """
+        if self._traced is not None:
+            self._traced.append((finished, chosen.ranks.masked_fill(~runs_on, -1)))
+        self.record(candidates, chosen)
+
+    def trace(self) -> dict[str, torch.Tensor]:
+        """Every step of the search: ``[B, T, K]`` tokens, parents, scores and finished, ``[B, T, W]`` running ranks."""
+        if self._traced is None:
+            raise RuntimeError("the steps of this search were not traced")
+        fields = {
+            name: torch.stack([getattr(candidates, name) for candidates, _ in self._steps], dim=1)
+            for name in ("tokens", "parents", "scores")
+        }
+        finished, running = zip(*self._traced, strict=True)
+        return {**fields, "finished": torch.stack(finished, dim=1), "running": torch.stack(running, dim=1)}
 
     def walk_back(self, state: SearchState, count: int) -> Sequences:
         """Put the best `count` finished sequences of each prompt together, from their last token to their first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import utils as stock
 
 from .. import versions
-from ..cache import PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
+from ..cache import BeamRows, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
 from ..versions import GenerativeModel
 
 _PROMPT_ONLY = {"inputs_embeds", *getattr(stock, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())}
@@ -234,35 +234,46 @@ def run_prompt(
     return outputs, {name: given for name, given in kwargs.items() if name not in _PROMPT_ONLY}
 
 
-def widen_inputs(kwargs: dict[str, Any], num_beams: int, *, part: str = "all") -> dict[str, Any]:
+def widen_inputs(kwargs: dict[str, Any], beams: BeamRows, *, part: str = "all") -> dict[str, Any]:
     """Give every beam its row of the model's inputs.
 
     Args:
         kwargs: inputs at ``B`` rows.
-        num_beams: `W`.
+        beams: the rows of a step.
         part: of an encoder-decoder model, "decoder" or "encoder" to repeat only inputs of that part. What belongs to
             the encoder can stay at ``B`` rows where the folded attention reads it.
     """
 
     def repeat(name: str, given: torch.Tensor) -> torch.Tensor:
-        return given.repeat_interleave(num_beams, dim=_row_dimension(name, given))
+        return beams.repeat(given, dim=_row_dimension(name, given))
 
-    chosen = {
-        name: given
-        for name, given in kwargs.items()
-        if part == "all" or name.startswith("decoder_") == (part == "decoder")
-    }
-    return {**kwargs, **_map_rows(chosen, repeat)}
+    return {**kwargs, **_map_rows(_of_part(kwargs, part), repeat)}
 
 
-def of_first_prompts(kwargs: dict[str, Any], batch_size: int, count: int) -> dict[str, Any]:
-    """The inputs of the first `count` of `batch_size` prompts, ``B`` rows to `count` rows."""
+def choose_rows(
+    kwargs: dict[str, Any], count: int, chosen: torch.Tensor | Sequence[int], *, part: str = "all"
+) -> dict[str, Any]:
+    """Some rows of the model's inputs.
 
-    def narrow(name: str, given: torch.Tensor) -> torch.Tensor:
+    Args:
+        kwargs: inputs.
+        count: rows that they have; what has another number of rows stays.
+        chosen: which rows.
+        part: as in `widen_inputs`.
+    """
+
+    def choose(name: str, given: torch.Tensor) -> torch.Tensor:
         dim = _row_dimension(name, given)
-        return given.narrow(dim, 0, count) if given.shape[dim] == batch_size else given
+        if given.shape[dim] != count:
+            return given
+        return given.index_select(dim, torch.as_tensor(chosen, device=given.device))
 
-    return _map_rows(kwargs, narrow)
+    return {**kwargs, **_map_rows(_of_part(kwargs, part), choose)}
+
+
+def _of_part(kwargs: dict[str, Any], part: str) -> dict[str, Any]:
+    of_decoder = part == "decoder"
+    return {name: given for name, given in kwargs.items() if part == "all" or name.startswith("decoder_") == of_decoder}
 
 
 def _row_dimension(name: str, given: torch.Tensor) -> int:

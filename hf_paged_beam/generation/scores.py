@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import LogitNormalization, LogitsProcessorList
+from transformers import LogitNormalization, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 _ROW_BY_ROW = tuple(
@@ -41,37 +41,32 @@ class ProcessedScores:
     """Applies transformers' logits processors.
 
     Args:
-        processors: as transformers prepared them.
-        num_beams: `W`.
+        processors: as transformers prepared them, and ours.
+
+    Attributes:
+        wants_beam_rows: whether one of them counts on a row for every beam of every prompt.
     """
 
-    def __init__(self, processors: LogitsProcessorList, num_beams: int):
+    def __init__(self, processors: LogitsProcessorList):
         self.processors = processors
-        self.num_beams = num_beams
         self.renormalizes = any(isinstance(processor, LogitNormalization) for processor in processors)
-        self.wants_beam_rows = any(type(processor) not in _ROW_BY_ROW for processor in processors)
+        self.wants_beam_rows = not all(is_row_by_row(processor) for processor in processors)
 
     @property
     def needs_rows(self) -> bool:
         """Whether rows of token ids must be kept up to date for the processors."""
         return len(self.processors) > 0
 
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor | None, first: bool) -> torch.Tensor:
+    def __call__(self, log_probs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Processed log-probabilities.
 
         Args:
-            logits: ``[rows, V]``, one row per prompt at the first step, then one per beam.
-            rows: ``[rows, length]`` int64, the ids so far, where `needs_rows`.
-            first: whether this is the first step.
+            log_probs: ``[rows, V]`` float32.
+            rows: ``[rows, length]`` int64, the ids so far.
 
         Returns:
-            ``[rows, V]`` float32; at the first step one row per prompt, or one per beam if a processor wants that.
+            ``[rows, V]`` float32.
         """
-        log_probs = torch.log_softmax(logits.float(), dim=-1)
-        if rows is None:
-            return log_probs
-        if first and self.wants_beam_rows:
-            rows, log_probs = (given.repeat_interleave(self.num_beams, dim=0) for given in (rows, log_probs))
         not_a_number = log_probs[:, :1].isnan() if self.renormalizes else None  # [rows, 1]: NaN fills whole rows
         processed = self.processors(rows, log_probs)
         if not_a_number is None:
@@ -79,3 +74,8 @@ class ProcessedScores:
         # Where every token is forbidden, renormalising divides by nothing: no continuation, not a broken model.
         forbidden = processed.isnan().all(dim=-1, keepdim=True) & ~not_a_number
         return processed.masked_fill(forbidden, -torch.inf)
+
+
+def is_row_by_row(processor: LogitsProcessor) -> bool:
+    """Whether a processor treats each row by itself, and remembers nothing of it."""
+    return type(processor) in _ROW_BY_ROW or getattr(type(processor), "row_by_row", False)

@@ -1,42 +1,42 @@
 """Beam search over a paged cache: the loop.
 
 1. prompt     once, at one row per prompt                                        prompt.py
-2. scores     log-probabilities, processed                                       scores.py
-3. candidates the K best continuations of each prompt                            candidates.py
-              with a trie: of those that stay on items                           constrain.py, trie.py
-4. hits       which of them end here                                             stopping.py
-5. advance    the ended finish, the best others run on                           advance.py
-6. fork       beams continue their parents in the cache: indices move, no keys   cache/
-7. read       is the search over? the one value that the host reads in a step
-8. decode     the model on one token per beam, then 2 again                      decode.py
-9. output     walk back from the best finished sequences                         history.py, output.py
+2. choose     what every beam continues as                                       group.py
+     scores       log-probabilities, processed                                       scores.py
+     candidates   the K best continuations of each prompt                            candidates.py
+                  with a trie: of those that stay on items                           constrain.py, trie.py
+                  drawn as whole sequences                                           stochastic.py
+     hits         which of them end here                                             stopping.py
+     advance      the ended finish, the best others run on                           advance.py, rules.py
+3. fork       beams continue their parents in the cache: indices move, no keys   cache/
+4. read       is the search over? the one value that the host reads in a step
+5. decode     the model on one token per beam, then 2 again                      decode.py
+6. output     walk back from the best finished sequences                         history.py, output.py
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from .. import versions
+from ..cache import stored_dtype
+from ..trace import BeamTrace
 from ..versions import GenerativeModel
-from .advance import advance
-from .candidates import best_candidates, sampled_candidates
-from .constrain import Forest, ItemConstraint, forced_tokens, with_constraint
+from .coverage import last_cross_attention
 from .decode import DecodeSteps
-from .history import History
-from .lengths import LengthTables
+from .diverse import TakenTokens
+from .group import BeamGroup, GroupRows
 from .memory import explain_out_of_memory
-from .output import StepOutputs, build_output
+from .output import Found, StepOutputs, best_found, build_output
 from .prompt import HandOver, cache_with_prompt, prepare_cache, run_prompt
-from .scores import ProcessedScores
 from .settings import SearchSettings
-from .state import Candidates, Chosen, SearchState
-from .stopping import CandidateStopping, goes_on
+from .state import Chosen
 
 _NOT_A_NUMBER = torch.iinfo(torch.int64).min
 """What a step reports to the host where scores are NaN. Else it reports the highest slot of the next step, or, if the
@@ -76,9 +76,9 @@ def run_search(call: SearchCall) -> Any:
         RuntimeError: if the model's logits are not numbers.
         torch.OutOfMemoryError: with what was searched, and what would make it smaller, added to its message.
     """
-    search = BeamSearch(call)
-    drawn = _random_states(search.device) if call.settings.do_sample else []
+    drawn = _random_states(call.input_ids.device) if call.settings.do_sample else []
     try:
+        search = BeamSearch(call)
         with explain_out_of_memory(search):
             return search.run()
     except HandOver:
@@ -96,142 +96,144 @@ def _random_states(device: torch.device) -> list[tuple[Callable[[torch.Tensor], 
 
 
 class BeamSearch:
-    """One search. `run` is the loop; every other method is one line of the list above."""
+    """One search: the model, the cache and the groups of beams. `run` is the loop."""
 
     def __init__(self, call: SearchCall):
         self.call = call
         self.settings = call.settings
         self.batch_size, self.prompt_length = call.input_ids.shape[:2]
         self.device = call.input_ids.device
+        options = self.settings.options
         self.cache = prepare_cache(
-            call.model, call.config, call.model_kwargs, self.batch_size, kv_dtype=self.settings.kv_dtype
+            call.model, call.config, call.model_kwargs, self.batch_size, kv_dtype=stored_dtype(options.kv_dtype)
         )
-        self.constraint = self._constraint()
-        self.process = ProcessedScores(self._processors(), self.settings.num_beams)
-        self.stopping = CandidateStopping(call.criteria)
-        self.tables = LengthTables(
-            self.batch_size,
-            self.settings.max_new_tokens,
-            length_penalty=self.settings.length_penalty,
-            normalization=self.settings.length_normalization,
-            early_stopping=self.settings.early_stopping,
-            device=self.device,
-        )
-        self.kept = StepOutputs(self.settings, call.model.config.is_encoder_decoder)
-        self.history = History()
-        self.first_rows = torch.arange(self.batch_size, device=self.device).unsqueeze(1) * self.settings.num_beams
+        self.taken = None
+        if options.num_beam_groups > 1:
+            self.taken = TakenTokens(self.batch_size, self.settings.eos_token_ids, self.settings.pad_token_id)
+        self.groups = [BeamGroup(call, self.taken) for _ in range(options.num_beam_groups)]
+        self.rows = self._rows(self.settings.widths)
+        self.kept = StepOutputs(self.settings, call.model.config.is_encoder_decoder, self.rows.beams)
+        self.present = list(range(self.batch_size))  # prompts whose beams are rows of the model
+        self.may_leave = self._prompts_may_leave()
+        self.slots: list[torch.Tensor] = []  # of every step, for a trace
 
-    def _constraint(self) -> ItemConstraint | None:
+    def _rows(self, widths: Sequence[int]) -> GroupRows:
+        return GroupRows(widths, len(self.groups), self.settings.width, self.device)
+
+    def _prompts_may_leave(self) -> bool:
+        """Whether prompts that are done leave the model's rows: where nobody counts on theirs.
+
+        transformers' outputs have rows of all prompts in every step, and so has its cache.
+        """
         settings = self.settings
-        if settings.trie is None:
-            return None
-        forest = Forest(settings.trie, self.batch_size, self.device)
-        begins = forced_tokens(self.call.processors, self.prompt_length)
-        return ItemConstraint(forest, begins=begins, renormalize=settings.trie_renormalize)
-
-    def _processors(self) -> LogitsProcessorList:
-        """The processors, the constraint among them where whole rows of scores are wanted."""
-        processors, settings = self.call.processors, self.settings
-        self.looks_up_children = self.constraint is not None and not (
-            processors or settings.do_sample or settings.output_scores
-        )
-        if self.constraint is None or self.looks_up_children:
-            return processors
-        return with_constraint(processors, self.constraint)
+        reads_all = settings.keeps_step_outputs or any(group.reads_all_rows for group in self.groups)
+        returns_cache = settings.return_dict and not settings.differ
+        callers_cache = self.call.model_kwargs.get(versions.CACHE_ARGUMENT) is self.cache
+        traced = settings.options.return_beam_trace
+        return self.batch_size > 1 and not (reads_all or returns_cache or callers_cache or traced)
 
     def run(self) -> Any:
         outputs, decode = self._prompt()
+        if decode.needs_rows:
+            for group in self.groups:
+                group.keep_ids(self.call.input_ids)
         self._other_ranks_search(over=False)
-        rows = self.call.input_ids if self._needs_rows(decode) else None  # [B·R, length]
-        state = SearchState.initial(self.batch_size, self.settings.num_beams, self.device)
         while True:
-            candidates = self._candidates(outputs, rows, state)
+            chosen = self._choose(outputs)
             del outputs
-            hits = self._hits(candidates, rows)
-            state, chosen = advance(
-                state, candidates, hits, length=self.length + 1, tables=self.tables,
-                early_stopping=self.settings.early_stopping,
-            )  # fmt: skip
-            if self.constraint is not None:
-                self.constraint.follow(candidates, chosen)
-            rows = self._extend_rows(rows, chosen)
-            self.history.record(candidates, chosen)
-            if self._fork_and_read(state, candidates, chosen):
+            if self._fork_and_read(chosen, decode):
                 break
             self._other_ranks_search(over=False)
-            outputs = decode(chosen.tokens.flatten(), rows)
+            outputs = decode(*self._next_inputs(chosen))
         while self._other_ranks_search(over=True):
-            decode(chosen.tokens.flatten(), rows)
+            decode(*self._next_inputs(chosen))
         self.cache.end()
-        return self._output(state, decode.beam_path)
+        return self._output(decode.beam_path)
 
     @property
     def length(self) -> int:
         """Tokens generated so far."""
-        return len(self.history)
-
-    @property
-    def first(self) -> bool:
-        """Whether the model has run on the prompt only, at one row per prompt."""
-        return self.length == 0
+        return len(self.groups[0].history)
 
     def _prompt(self) -> tuple[Any, DecodeSteps]:
         call, settings = self.call, self.settings
         kwargs = {**call.model_kwargs, versions.CACHE_ARGUMENT: self.cache}
+        if settings.options.coverage_penalty:
+            kwargs["output_attentions"] = True
         outputs, kwargs = run_prompt(call.model, call.input_ids, call.config, kwargs)
         self.cache = cache_with_prompt(self.cache, kwargs, model=call.model, batch_size=self.batch_size)
         kwargs[versions.CACHE_ARGUMENT] = self.cache
         try:
-            self.cache.begin_decode(self.batch_size, self.device)
+            self.cache.begin_decode(self.batch_size, self.device, settings.widths)
         except NotImplementedError as error:
             raise HandOver(f"{type(call.model).__name__}: {error}") from error
         decode = DecodeSteps(
             call.model,
             self.cache,
             kwargs,
-            beam_attention=settings.beam_attention,
-            wants_maps=bool(call.config.output_attentions),
+            beam_attention=settings.options.beam_attention,
+            wants_maps=bool(call.config.output_attentions or settings.options.coverage_penalty),
             may_try=not call.synced_gpus,
         )
         return outputs, decode
 
-    def _needs_rows(self, decode: DecodeSteps) -> bool:
-        return self.process.needs_rows or self.stopping.needs_rows or decode.needs_rows
+    def _choose(self, outputs: Any) -> list[Chosen]:
+        """What every beam continues as, group by group."""
+        first = self.length == 0
+        self.kept.keep_model_outputs(outputs, first)
+        logits = outputs.logits[:, -1, :].to(self.device)  # [R, V]
+        self.kept.keep_logits(logits, first)
+        attention = None
+        if self.settings.options.coverage_penalty:
+            attention = last_cross_attention(outputs).to(self.device)
+        if self.taken is None:
+            keep = functools.partial(self.kept.keep_scores, first=first)
+            return [self.groups[0].step(logits, attention, keep)]
+        return self._choose_one_after_another(logits, attention, first)
 
-    def _candidates(self, outputs: Any, rows: torch.Tensor | None, state: SearchState) -> Candidates:
-        self.kept.keep_model_outputs(outputs, self.first)
-        logits = outputs.logits[:, -1, :].to(self.device)  # [B·R, V]
-        self.kept.keep_logits(logits, self.first)
-        settings, count = self.settings, self.settings.num_candidates
-        if self.constraint is not None and self.looks_up_children:
-            scores = logits.float() if settings.trie_renormalize else self.process(logits, rows, self.first)
-            return self.constraint.candidates(scores, state.running_scores, settings.num_beams, count)
-        log_probs = self.process(logits, rows, self.first)
-        wide = log_probs.shape[0] > logits.shape[0]
-        self.kept.keep_scores(log_probs, self.first and not wide)
-        if wide:
-            log_probs = log_probs[:: settings.num_beams]  # only the first beam of a prompt runs at the first step
-        choose = sampled_candidates if settings.do_sample else best_candidates
-        candidates = choose(log_probs, state.running_scores, count)
-        return candidates if self.constraint is None else self.constraint.placed(candidates)
+    def _choose_one_after_another(
+        self, logits: torch.Tensor, attention: torch.Tensor | None, first: bool
+    ) -> list[Chosen]:
+        scores: list[torch.Tensor] = []  # of each group, [R / G, V]
 
-    def _hits(self, candidates: Candidates, rows: torch.Tensor | None) -> torch.Tensor | None:
-        candidate_rows = None
-        if self.stopping.needs_rows and rows is not None:
-            candidate_rows = _continue_rows(rows, candidates.parents, candidates.tokens)
-        hits = self.stopping.hits(candidates, self.prompt_length + self.length + 1, candidate_rows, self.kept.scores)
-        ends = None if self.constraint is None else self.constraint.hits(candidates)
-        return hits if ends is None else ends if hits is None else hits | ends
+        def keep(log_probs: torch.Tensor) -> tuple | None:
+            scores.append(log_probs)
+            return self.kept.scores
 
-    def _extend_rows(self, rows: torch.Tensor | None, chosen: Chosen) -> torch.Tensor | None:
-        return None if rows is None else _continue_rows(rows, chosen.parents, chosen.tokens)
+        def of(number: int, rows: torch.Tensor) -> torch.Tensor:
+            return rows if first else self.rows.of(number, rows)  # in the first step, one row of each prompt for all
 
-    def _fork_and_read(self, state: SearchState, candidates: Candidates, chosen: Chosen) -> bool:
+        if self.taken is not None:
+            self.taken.forget()
+        chosen = []
+        for number, group in enumerate(self.groups):
+            seen = None if attention is None else of(number, attention)
+            chosen.append(group.step(of(number, logits), seen, keep))
+        if self.kept.scores is not None:
+            wide = [
+                beams.repeat(part) if first else part for beams, part in zip(self.rows.of_group, scores, strict=True)
+            ]
+            self.kept.keep_scores(self.rows.together(wide), first=False)
+        return chosen
+
+    def _fork_and_read(self, chosen: Sequence[Chosen], decode: DecodeSteps) -> bool:
         """Fork the beams in the cache, and let the host read whether the search is over."""
-        highest_slot = self.cache.fork((chosen.parents + self.first_rows).flatten())
-        report = highest_slot.where(goes_on(state, self.settings.early_stopping), ~highest_slot)
-        best = candidates.scores.select(1, 0).amax()  # NaN if one is: it comes before all numbers
-        told = int(report.where(best >= -torch.inf, _NOT_A_NUMBER))  # host read: the stop test, once per step
+        self._seat()
+        highest_slot = self.cache.fork(self.rows.parent_rows([one.parents for one in chosen]))
+        if self.settings.options.return_beam_trace:
+            newest = [self.rows.of(number, self.cache.newest_slots()) for number in range(len(self.groups))]
+            grids = [beams.grid(slots) for beams, slots in zip(self.rows.of_group, newest, strict=True)]
+            self.slots.append(torch.cat(grids, dim=1))
+        going_on_of = [group.rules.takes(group.state) for group in self.groups]
+        go_on = functools.reduce(torch.logical_or, going_on_of)  # [B]
+        report = highest_slot.where(go_on.any(), ~highest_slot)
+        for group in self.groups:
+            best = group.candidates.scores.select(1, 0).amax()  # NaN if one is: it comes before all numbers
+            report = report.where(best >= -torch.inf, _NOT_A_NUMBER)
+        if self.may_leave:
+            told, *going_on = torch.cat([report.view(1), go_on.to(torch.int64)]).tolist()  # host read: once per step
+        else:
+            told, going_on = int(report), []  # host read: the stop test, once per step
         if told == _NOT_A_NUMBER:
             raise RuntimeError(
                 f"the scores at step {self.length} are NaN: the model's logits are NaN or infinite, or a logits "
@@ -239,7 +241,34 @@ class BeamSearch:
             )
         over = told < 0
         self.cache.grow(~told if over else told)
+        if going_on and not over:
+            self._let_leave(going_on, decode)
         return over
+
+    def _seat(self) -> None:
+        """Tell every group which rows of the model are its beams."""
+        for group, beams in zip(self.groups, self.rows.of_group, strict=True):
+            group.beams = beams
+
+    def _let_leave(self, going_on: Sequence[int], decode: DecodeSteps) -> None:
+        """Take the prompts that are done out of the model's rows, and their keys out of the pools."""
+        kept = [place for place, prompt in enumerate(self.present) if going_on[prompt]]
+        if len(kept) == len(self.present):
+            return
+        self.present = [self.present[place] for place in kept]
+        decode.leave(kept, self.cache.leave(kept))
+        widths = self.settings.widths
+        self.rows = self._rows([widths[prompt] if prompt in self.present else 0 for prompt in range(self.batch_size)])
+        self._seat()
+
+    def _next_inputs(self, chosen: Sequence[Chosen]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Newest token of every row, ``[R]`` int64, and whole rows ``[R, length]`` where something reads them."""
+        of_group = self.rows.of_group
+        tokens = self.rows.together([beams.rows(one.tokens) for beams, one in zip(of_group, chosen, strict=True)])
+        ids = [
+            beams.rows(group.ids) for beams, group in zip(of_group, self.groups, strict=True) if group.ids is not None
+        ]
+        return tokens, self.rows.together(ids) if ids else None
 
     def _other_ranks_search(self, *, over: bool) -> bool:
         """With `synced_gpus`: tell the other ranks before each step whether this one is done; whether any is not.
@@ -250,30 +279,36 @@ class BeamSearch:
             return False
         return bool(self.call.model._has_unfinished_sequences(over, True, device=self.device))
 
-    def _output(self, state: SearchState, beam_path: str) -> Any:
-        return build_output(
-            self.history.walk_back(state, self.settings.num_return_sequences),
+    def _output(self, beam_path: str) -> Any:
+        found = best_found(self.groups, self.settings.counts)
+        output = build_output(
+            found,
             self.call.input_ids,
             self.settings,
             self.kept,
             cache=self.cache,
             encoder_outputs=self.call.model_kwargs.get("encoder_outputs"),
             beam_path=beam_path,
-            item_ids=self._item_ids(state),
         )
+        if self.settings.options.return_beam_trace and self.settings.return_dict:
+            output.beam_trace = self._trace(found)
+        return output
 
-    def _item_ids(self, state: SearchState) -> torch.Tensor | None:
-        """``[B, n]`` int64: the item of each returned sequence, -1 where it is none."""
-        if self.constraint is None:
-            return None
-        nodes = self.history.last_nodes(state, self.settings.num_return_sequences)
-        found = state.finished_scores[:, : nodes.shape[1]] > -torch.inf
-        return self.constraint.forest.items(nodes).masked_fill(~found, -1)
-
-
-def _continue_rows(rows: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows of ids, continued: ``[B·R, length]``, ``[B, N]``, ``[B, N]`` to ``[B·N, length + 1]``."""
-    batch, count = parents.shape
-    source = rows.view(batch, rows.shape[0] // batch, rows.shape[-1])  # the length may be 0
-    inherited = source.gather(1, parents.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
-    return torch.cat([inherited, tokens.unsqueeze(-1)], dim=-1).view(batch * count, -1)
+    def _trace(self, found: Found) -> BeamTrace:
+        steps = [group.history.trace() for group in self.groups]
+        places, width = steps[0]["tokens"].shape[-1], self.groups[0].rules.width
+        for number, one in enumerate(steps):
+            one["parents"][:, 1:] += number * width  # in the first step all continue the prompt
+            one["running"] = torch.where(one["running"] < 0, -1, one["running"] + number * places)
+        joined = {name: torch.cat([one[name] for one in steps], dim=2) for name in steps[0]}
+        slots = torch.stack(self.slots, dim=1)
+        slots[:, -1] = -1  # given for a next token that never came
+        step, rank = found.origin // places, found.origin % places
+        returned = step * places * len(self.groups) + found.group * places + rank
+        return BeamTrace(
+            **{name: tensor.cpu() for name, tensor in joined.items()},
+            slots_given=torch.where(joined["running"] < 0, -1, slots).cpu(),
+            prompt_length=self.cache.index.prompt_length,
+            returned=returned.masked_fill(found.sequences.scores == -torch.inf, -1).cpu(),
+            sequences_scores=found.sequences.scores.cpu(),
+        )

@@ -1,4 +1,4 @@
-"""The state of a search: one row per prompt, so that prompts may one day differ in width and settings."""
+"""The state of a search: one row per prompt, since prompts may differ in width and settings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 
 class SearchState(NamedTuple):
-    """What one step hands to the next. `W` beams; `R` rows that the model ran per prompt: 1 after the prompt, then W.
+    """What one step hands to the next. `W` beams of the widest prompt; `N` beams that run: 1 after the prompt, then W.
 
     Attributes:
-        running_scores: ``[B, R]`` float32, summed log-probability of each running beam, best first; -inf where there
+        running_scores: ``[B, N]`` float32, summed log-probability of each running beam, best first; -inf where there
             is none.
-        finished_scores: ``[B, W]`` float32, normalised, best first; -inf where there is none.
-        finished_origin: ``[B, W]`` int64, ``step · K + place`` of the candidate that finished there.
+        finished_scores: ``[B, F]`` float32, normalised, best first; -inf where there is none. `F` is `W`, unless more
+            are remembered.
+        finished_origin: ``[B, F]`` int64, ``step · K + place`` of the candidate that finished there.
         open: ``[B]`` bool, whether a running beam may still beat a finished one; once False it stays so.
     """
 
@@ -23,18 +24,13 @@ class SearchState(NamedTuple):
     finished_origin: torch.Tensor
     open: torch.Tensor
 
-    @property
-    def full(self) -> torch.Tensor:
-        """``[B]`` bool: whether `W` sequences have finished."""
-        return self.finished_scores[:, -1] > -torch.inf
-
     @classmethod
-    def initial(cls, batch_size: int, num_beams: int, device: torch.device) -> SearchState:
-        """One running beam per prompt with score 0, nothing finished."""
+    def initial(cls, batch_size: int, kept: int, device: torch.device) -> SearchState:
+        """One running beam per prompt with score 0, none of `kept` sequences finished."""
         return cls(
             running_scores=torch.zeros(batch_size, 1, dtype=torch.float32, device=device),
-            finished_scores=torch.full((batch_size, num_beams), -torch.inf, dtype=torch.float32, device=device),
-            finished_origin=torch.full((batch_size, num_beams), -1, dtype=torch.int64, device=device),
+            finished_scores=torch.full((batch_size, kept), -torch.inf, dtype=torch.float32, device=device),
+            finished_origin=torch.full((batch_size, kept), -1, dtype=torch.int64, device=device),
             open=torch.ones(batch_size, dtype=torch.bool, device=device),
         )
 
@@ -48,6 +44,7 @@ class Candidates(NamedTuple):
         parents: ``[B, K]`` int64, running beam that each continues.
         token_scores: ``[B, K]`` float32, processed log-probability of the token alone.
         nodes: ``[B, K]`` int64, where each stands in a trie; None without one.
+        bonus: ``[B, K]`` float32, added to the normalised score of one that finishes; None for nothing.
     """
 
     scores: torch.Tensor
@@ -55,6 +52,7 @@ class Candidates(NamedTuple):
     parents: torch.Tensor
     token_scores: torch.Tensor
     nodes: torch.Tensor | None = None
+    bonus: torch.Tensor | None = None
 
 
 class Chosen(NamedTuple):

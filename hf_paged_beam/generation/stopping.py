@@ -1,4 +1,4 @@
-"""Which candidates end their sequence, and when a search is over."""
+"""Which candidates end their sequence."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from .lengths import LengthTables
-from .state import Candidates, SearchState
+from .state import Candidates
 
 _WITHOUT_ROWS = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 
@@ -63,34 +62,3 @@ def _all_end(criterion: MaxLengthCriteria | MaxTimeCriteria, length: int) -> boo
     if criterion.max_position_embeddings is not None and length > criterion.max_position_embeddings:
         criterion(torch.empty(1, length, dtype=torch.int64, device="meta"), None)  # for its warning
     return length >= criterion.max_length
-
-
-def still_open(
-    was_open: torch.Tensor,
-    running_scores: torch.Tensor,
-    finished_scores: torch.Tensor,
-    tables: LengthTables,
-    length: int,
-) -> torch.Tensor:
-    """Whether a running beam may still beat a finished one: ``[B]`` bool.
-
-    Args:
-        was_open: ``[B]`` bool, of the step before.
-        running_scores, finished_scores: ``[B, W]`` float32 of this step, best first.
-        tables: length forms.
-        length: tokens generated so far.
-    """
-    best = running_scores.select(1, 0) / tables.bound.select(1, length)
-    return was_open & (best > finished_scores.select(1, -1))
-
-
-def goes_on(state: SearchState, early_stopping: bool | str) -> torch.Tensor:
-    """Whether some prompt can gain from another step: 0-dim bool.
-
-    Where all candidates ended, none runs on, and `still_open` has closed the prompt.
-
-    Args:
-        state: after this step.
-        early_stopping: with True, a prompt is done when `W` sequences have finished.
-    """
-    return (state.open & ~state.full if early_stopping is True else state.open).any()
