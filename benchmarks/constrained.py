@@ -1,24 +1,35 @@
 """What a constraint to items costs: our search with a trie, without one, and transformers' with a prefix function.
 
     python -m benchmarks.constrained                       # W = 10, 50, 100, 500; a thousand and a million items
-    python -m benchmarks.constrained --widths 100 --items 1000 --rounds 5
+    python -m benchmarks.constrained --widths 100 --items 1000 --prompt 100 500 1000 --rounds 5
+    python -m benchmarks.constrained --json benchmarks/results/constrained.json
 
-A history of 100 tokens is followed by an item of 4 tokens over codebooks of 8,192, in the "30m" model (vocabulary
-32,000, random weights, float32). The three run alternating in one process; ratios are medians of the rounds' ratios.
+A history of P tokens (100) is followed by an item of 4 tokens over codebooks of 8,192, in the "30m" model (vocabulary
+32,000, random weights, float32). All run alternating in one process; ratios are medians of the rounds' ratios.
 
 The physics: per step the model's output head makes ``[W, V]`` logits and the search reads them once. Without a
 constraint it then ranks all V of each row. With a trie it looks up the F children of each beam's node and ranks W · F:
-less. A prefix function is called by Python once per beam, and its mask is written row by row.
+less; with `trie_renormalize` the head makes only the columns that the trie uses ("among"). A prefix function is called
+by Python once per beam, and its mask is written row by row.
+
+Of the whole call, ours runs P + 3W tokens through the model, transformers' P·W + 3W, and reads and copies W · P tokens
+of keys at every step: with a longer history the ratio tends to W times what a prompt row costs alone, over what it
+costs in a batch of W.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import json
+import os
+import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +40,7 @@ from hf_paged_beam import TokenTrie
 
 from .models import random_llama, random_prompts
 
-CODES, LENGTH, PROMPT = 8192, 4, 100
+CODES, LENGTH = 8192, 4
 
 
 def random_items(count: int) -> torch.Tensor:
@@ -38,13 +49,13 @@ def random_items(count: int) -> torch.Tensor:
 
 
 def prefix_function(items: torch.Tensor) -> Callable[[int, torch.Tensor], list[int]]:
-    """transformers' way to say the same: a dictionary from beginnings to what may follow."""
+    """transformers' way to say the same: a dictionary from beginnings to what may follow. Takes an item's ids alone."""
     following: dict[tuple[int, ...], set[int]] = {}
     for item in items.tolist():
         for end in range(LENGTH):
             following.setdefault(tuple(item[:end]), set()).add(item[end])
     lists = {beginning: sorted(tokens) for beginning, tokens in following.items()}
-    return lambda prompt, ids: lists[tuple(ids[PROMPT:].tolist())]
+    return lambda prompt, ids: lists[tuple(ids.tolist())]
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -53,57 +64,93 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(width: int, items: torch.Tensor, trie: TokenTrie, allowed: Callable, rounds: int) -> dict[str, Any]:
+RUNS = ("free", "trie", "among", "stock")
+RATIOS = (("trie", "free"), ("among", "trie"), ("stock", "trie"))
+
+
+def measure(width: int, prompt: int, trie: TokenTrie, allowed: Callable, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     model = random_llama("30m")
-    call = dict(**random_prompts(model, 1, PROMPT), num_beams=width, max_new_tokens=LENGTH, do_sample=False)
+    call = dict(**random_prompts(model, 1, prompt), num_beams=width, max_new_tokens=LENGTH, do_sample=False)
+    ours = dict(**call, custom_generate="hf_paged_beam")
     runs = {
-        "free": lambda: model.generate(**call, custom_generate="hf_paged_beam"),
-        "trie": lambda: model.generate(**call, custom_generate="hf_paged_beam", trie=trie),
-        "stock": lambda: model.generate(**call, prefix_allowed_tokens_fn=allowed),
+        "free": lambda: model.generate(**ours),
+        "trie": lambda: model.generate(**ours, trie=trie),
+        "among": lambda: model.generate(**ours, trie=trie, trie_renormalize=True),
+        "stock": lambda: model.generate(
+            **call, prefix_allowed_tokens_fn=lambda number, ids: allowed(number, ids[prompt:])
+        ),
     }
     if not torch.equal(runs["trie"](), runs["stock"]()):
         raise SystemExit(f"W={width}: the trie's best item is not the prefix function's")
-    runs["free"]()
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for name in ("free", "among"):
+        runs[name]()
+    taken: dict[str, list[float]] = {name: [] for name in RUNS}
     for _ in range(rounds):
-        for name, run in runs.items():
-            taken[name].append(seconds(run))
-    pairs = list(zip(taken["free"], taken["trie"], taken["stock"], strict=True))
+        for name in RUNS:
+            taken[name].append(seconds(runs[name]))
     return {
         "num_beams": width,
-        "items": len(items),
-        "trie_over_free": statistics.median(mine / free for free, mine, _ in pairs),
-        "stock_over_trie": statistics.median(theirs / mine for _, mine, theirs in pairs),
-        **{f"{name}_seconds": statistics.median(run) for name, run in taken.items()},
+        "prompt_length": prompt,
+        "items": len(trie),
+        **{f"{name}_seconds": statistics.median(taken[name]) for name in RUNS},
+        **{f"{first}_over_{second}": _ratio(taken[first], taken[second]) for first, second in RATIOS},
+        "stock_over_trie_rounds": [theirs / mine for theirs, mine in zip(taken["stock"], taken["trie"], strict=True)],
     }
+
+
+def _ratio(first: list[float], second: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(first, second, strict=True))
+
+
+def measure_all(widths: list[int], prompts: list[int], counts: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Every row of the table, printed as it comes."""
+    rows = []
+    print(
+        f"{'items':>9s} {'W':>4s} {'P':>5s} {'trie/free':>9s} {'among/trie':>10s} {'stock/trie':>10s} {'trie s':>8s} "
+        f"{'build s':>8s} {'MB':>6s}"
+    )
+    for count in counts:
+        items = random_items(count)
+        built = time.perf_counter()
+        trie = TokenTrie.from_sequences(items)
+        built = time.perf_counter() - built
+        allowed = prefix_function(items)
+        for prompt, width in itertools.product(prompts, widths):
+            row = {**measure(width, prompt, trie, allowed, rounds), "build_seconds": built, "trie_bytes": trie.nbytes}
+            rows.append(row)
+            print(
+                f"{count:9d} {width:4d} {prompt:5d} {row['trie_over_free']:9.3f} {row['among_over_trie']:10.3f} "
+                f"{row['stock_over_trie']:10.1f} {row['trie_seconds']:8.3f} {built:8.2f} {trie.nbytes / 1e6:6.1f}",
+                flush=True,
+            )
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[10, 50, 100, 500])
     parser.add_argument("--items", type=int, nargs="+", default=[1_000, 1_000_000])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[100], metavar="P", help="tokens of the history")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(2)
+    torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
-    rows = []
-    print(f"{'items':>9s} {'W':>4s} {'trie/free':>9s} {'stock/trie':>10s} {'trie s':>8s} {'build s':>8s} {'MB':>6s}")
-    for count in arguments.items:
-        items = random_items(count)
-        built = time.perf_counter()
-        trie = TokenTrie.from_sequences(items)
-        built = time.perf_counter() - built
-        allowed = prefix_function(items)
-        for width in arguments.widths:
-            row = measure(width, items, trie, allowed, arguments.rounds)
-            rows.append({**row, "build_seconds": built, "trie_bytes": trie.nbytes})
-            print(
-                f"{count:9d} {width:4d} {row['trie_over_free']:9.3f} {row['stock_over_trie']:10.1f} "
-                f"{row['trie_seconds']:8.3f} {built:8.2f} {trie.nbytes / 1e6:6.1f}",
-                flush=True,
-            )
-    print(json.dumps(rows))
+    rows = measure_all(arguments.widths, arguments.prompt, arguments.items, arguments.rounds)
+    figures = {
+        "cells": rows,
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+                    "threads": arguments.threads},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "date": datetime.date.today().isoformat(),
+        "dtype": "float32",
+        "rounds": arguments.rounds,
+    }  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps(figures))
     return 0
 
 

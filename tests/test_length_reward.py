@@ -161,12 +161,12 @@ def test_scores_of_a_real_model() -> None:
     model, inputs = double_model("llama"), prompts_for(double_model("llama"), "llama", 3)
     output = GenerationMixin.generate(
         model, **inputs, num_beams=4, num_return_sequences=4, max_new_tokens=6, eos_token_id=[EOS, *range(20, 30)],
-        length_reward=0.7, length_penalty=0.5, return_dict_in_generate=True, output_scores=True, do_sample=False,
+        length_reward=0.1, length_penalty=0.5, return_dict_in_generate=True, output_scores=True, do_sample=False,
         custom_generate="hf_paged_beam",
     )  # fmt: skip
     lengths = (output.beam_indices >= 0).sum(-1)
     assert len(set(lengths.tolist())) > 1
-    expected = output.token_logprobs.sum(-1) / lengths**0.5 + 0.7 * lengths
+    expected = output.token_logprobs.sum(-1) / lengths**0.5 + 0.1 * lengths
     torch.testing.assert_close(output.sequences_scores, expected, rtol=1e-5, atol=1e-5)
 
 

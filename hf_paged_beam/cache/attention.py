@@ -77,15 +77,16 @@ def folded_attention(
 
 def fold(query: torch.Tensor, beams: BeamRows, key_heads: int) -> torch.Tensor:
     """``[R, H, 1, D]`` to ``[B, Hkv, G·W, D]``, group-major."""
-    grouped = beams.grid(query.squeeze(2)).unflatten(2, (key_heads, -1))  # [B, W, Hkv, G, D]
-    return grouped.permute(0, 2, 3, 1, 4).reshape(beams.batch_size, key_heads, -1, query.shape[-1])
+    heads, size = query.shape[1], query.shape[3]
+    grouped = beams.cells(query).view(beams.batch_size, beams.width, key_heads, heads // key_heads, size)
+    return grouped.permute(0, 2, 3, 1, 4).reshape(beams.batch_size, key_heads, -1, size)
 
 
 def unfold(output: torch.Tensor, beams: BeamRows, groups: int) -> torch.Tensor:
     """``[B, Hkv, G·W, Dv]`` back to ``[R, 1, H, Dv]``."""
     batch, key_heads, _, size = output.shape
     split = output.reshape(batch, key_heads, groups, beams.width, size)
-    return beams.rows(split.permute(0, 3, 1, 2, 4).reshape(batch, beams.width, 1, key_heads * groups, size))
+    return beams.rows_of_cells(split.permute(0, 3, 1, 2, 4).reshape(-1, 1, key_heads * groups, size))
 
 
 def _attend_rows(module, query, key, value, attention_mask, **extras):

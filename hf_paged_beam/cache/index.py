@@ -138,7 +138,7 @@ class BeamIndex:
     def _free(self, paths: torch.Tensor, slots: int) -> torch.Tensor:
         """``[B, slots]`` bool: which tree slots none of the given paths names."""
         marks = torch.ones(self.batch_size, slots, dtype=torch.bool, device=paths.device)
-        return marks.scatter_(1, self.beams.grid(paths).flatten(1), False)
+        return marks.scatter_(1, self.beams.cells(paths).view(self.batch_size, -1), False)
 
     @property
     def newest_position(self) -> int:
@@ -163,7 +163,7 @@ class BeamIndex:
         prompt = torch.zeros(rows, self.prompt_length, dtype=dtype, device=self.paths.device)
         tree = torch.full((rows, self.tree_slots), -torch.inf, dtype=dtype, device=self.paths.device)
         seen = torch.cat([prompt, tree.scatter_(1, self.paths, 0.0)], dim=1)
-        return self.beams.grid(seen).unsqueeze(1)
+        return self.beams.cells(seen).view(self.batch_size, 1, self.beams.width, -1)
 
     def positions(self) -> torch.Tensor:
         """``[B, P + tree_slots]`` int64: the cache position of the token that each slot holds (0 where it is free)."""
@@ -172,7 +172,7 @@ class BeamIndex:
         held = torch.zeros(self.batch_size, self.slots_in_use, dtype=torch.int64, device=self.paths.device)
         held[:, : self.prompt_length] = torch.arange(self.prompt_length, device=self.paths.device)
         source = generated.expand(self.batch_size, self.beams.width, -1).reshape(self.batch_size, -1)
-        held[:, self.prompt_length :].scatter_(1, self.beams.grid(self.paths).flatten(1), source)
+        held[:, self.prompt_length :].scatter_(1, self.beams.cells(self.paths).view(self.batch_size, -1), source)
         return held
 
     def write_slots(self) -> torch.Tensor:

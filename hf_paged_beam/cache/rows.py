@@ -28,6 +28,8 @@ class BeamRows:
 
     Attributes:
         widths: as given.
+        batch_size: `B`, prompts.
+        count: `R`, rows.
         width: `W`, as given.
         even: whether every cell is a row.
         prompt: ``[R]`` int64, prompt of each row.
@@ -37,6 +39,7 @@ class BeamRows:
 
     def __init__(self, widths: Sequence[int], width: int, device: torch.device):
         self.widths, self.width = tuple(widths), width
+        self.batch_size, self.count = len(widths), sum(widths)
         self.even = all(given == width for given in widths)
         if self.even:
             self.prompt = torch.arange(len(widths), device=device).repeat_interleave(width)
@@ -55,25 +58,21 @@ class BeamRows:
     def __repr__(self) -> str:
         return f"BeamRows(widths={self.widths}, width={self.width})"
 
-    @property
-    def batch_size(self) -> int:
-        """`B`, prompts."""
-        return len(self.widths)
+    def cells(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[R, ...]`` to ``[B·W, ...]``, the grid laid flat."""
+        return rows if self.even else rows.index_select(0, self._row_of_cell.to(rows.device))
 
-    @property
-    def count(self) -> int:
-        """`R`, rows."""
-        return sum(self.widths)
+    def rows_of_cells(self, cells: torch.Tensor) -> torch.Tensor:
+        """``[B·W, ...]`` to ``[R, ...]``."""
+        return cells if self.even else cells.index_select(0, self._cell_of_row.to(cells.device))
 
     def grid(self, rows: torch.Tensor) -> torch.Tensor:
         """``[R, ...]`` to ``[B, W, ...]``."""
-        cells = rows if self.even else rows.index_select(0, self._row_of_cell.to(rows.device))
-        return cells.view(self.batch_size, self.width, *rows.shape[1:])
+        return self.cells(rows).view(self.batch_size, self.width, *rows.shape[1:])
 
     def rows(self, grid: torch.Tensor) -> torch.Tensor:
         """``[B, W, ...]`` to ``[R, ...]``."""
-        cells = grid.flatten(0, 1)
-        return cells if self.even else cells.index_select(0, self._cell_of_row.to(grid.device))
+        return self.rows_of_cells(grid.flatten(0, 1))
 
     def repeat(self, per_prompt: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """What each prompt has in dimension `dim`, for each of its rows: ``B`` to ``R``; a view for one prompt."""

@@ -15,6 +15,7 @@ from transformers.generation import logits_process
 
 from ..cache import BeamRows
 from .candidates import in_grid, pad_candidates, renormalized
+from .head import shared_sets
 from .rules import Rules
 from .state import Candidates, Chosen
 from .trie import Level, TokenTrie
@@ -57,6 +58,8 @@ class Forest:
 
     def __init__(self, tries: Sequence[TokenTrie], batch_size: int, device: torch.device):
         different = list({id(trie): trie for trie in tries}.values())
+        self._tries, self._device = different, device
+        self._step_tokens: list[torch.Tensor] = []  # found when they are first asked for
         sizes = [len(trie.first_child) for trie in different]  # one more than nodes: where the last node's children end
         offsets = [sum(sizes[:number]) for number in range(len(sizes))]
         if len(different) == 1:
@@ -95,6 +98,18 @@ class Forest:
     def tokens(self, nodes: torch.Tensor) -> torch.Tensor:
         """Token that leads to each node, int64; 0 at the root."""
         return self._token[nodes].to(torch.int64).clamp_(min=0)
+
+    def step_tokens(self, depth: int) -> torch.Tensor:
+        """``[C]`` int64, tokens in order, among which all that lead to nodes of a depth are; depths of nearly the same
+        tokens share one tensor. Of depths from 2 on: the first tokens follow the prompt."""
+        if not self._step_tokens:
+            levels = range(min(2, len(self.levels) - 1), len(self.levels))
+            sets = [
+                [trie.tokens_at(level).to(self._device) for trie in self._tries if level < len(trie.levels)]
+                for level in levels
+            ]
+            self._step_tokens = shared_sets([torch.unique(torch.cat(of_level)) for of_level in sets])
+        return self._step_tokens[min(max(depth - 2, 0), len(self._step_tokens) - 1)]
 
     def child_with(self, nodes: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
         """The child that a token leads to, or `LEFT`: children are in the order of their tokens, and are bisected.
@@ -156,8 +171,17 @@ class ItemConstraint:
         """Whether this step's token is one of an item."""
         return self._step >= self.begins
 
+    def step_tokens(self) -> torch.Tensor:
+        """``[C]`` int64: the tokens whose scores this step's `candidates` can read."""
+        return self.forest.step_tokens(self._step - self.begins + 1)
+
     def candidates(
-        self, scores: torch.Tensor, running_scores: torch.Tensor, rules: Rules, beams: BeamRows | None
+        self,
+        scores: torch.Tensor,
+        running_scores: torch.Tensor,
+        rules: Rules,
+        beams: BeamRows | None,
+        column_of: torch.Tensor | None = None,
     ) -> Candidates:
         """The best continuations that stay on items.
 
@@ -165,16 +189,20 @@ class ItemConstraint:
         run on.
 
         Args:
-            scores: ``[R, V]`` float32, log-probabilities, or logits where they are renormalised.
+            scores: ``[R, V]`` float32, log-probabilities, or logits where they are renormalised; ``[R, C]`` with
+                `column_of`.
             running_scores: ``[B, N]`` float32.
             rules: of each prompt.
             beams: the rows of a step; None for one row per prompt.
+            column_of: ``[V]`` int64, the column of `scores` that belongs to each token; None where each has its own.
         """
         batch, count = running_scores.shape[0], rules.num_candidates
         most = max(self._level.most_children, 1)
         nodes, there = self.forest.children(self.nodes, most)  # [B, N, F]
-        tokens = self.forest.tokens(nodes)
-        token_scores = scores.gather(1, tokens.flatten(0, 1) if beams is None else beams.rows(tokens))  # [R, F]
+        columns = self.forest.tokens(nodes)
+        if column_of is not None:
+            columns = column_of[columns]
+        token_scores = scores.gather(1, columns.flatten(0, 1) if beams is None else beams.rows(columns))  # [R, F]
         token_scores = in_grid(token_scores, batch, beams).masked_fill(~there, -torch.inf)
         if self.renormalize:
             token_scores = renormalized(token_scores)

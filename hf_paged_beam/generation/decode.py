@@ -89,6 +89,11 @@ class DecodeSteps:
         return not self._last_token_only
 
     @property
+    def path_is_known(self) -> bool:
+        """Whether the next step runs the model once, and not to compare the two paths as well."""
+        return self._begun or self.path == "gathered" or self._must_fold or self._verdict() is not None
+
+    @property
     def beam_path(self) -> str:
         """What to tell the caller."""
         return "recurrent" if self.cache.has_recurrent_layers else self.path

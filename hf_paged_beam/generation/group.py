@@ -72,6 +72,16 @@ class BeamGroup:
         self.ids = call.input_ids.unsqueeze(1) if needs_ids else None
 
     @property
+    def reads_few_columns(self) -> bool:
+        """Whether the logits of `step_tokens` are all that is read."""
+        options = self.settings.options
+        return self._looks_up_children and options.trie_renormalize and not self.settings.output_logits
+
+    def step_tokens(self) -> torch.Tensor | None:
+        """``[C]`` int64: the tokens whose logits the next step can read; None for all."""
+        return None if self.constraint is None else self.constraint.step_tokens()
+
+    @property
     def reads_all_rows(self) -> bool:
         """Whether a processor or a criterion counts on the rows of all prompts in every step."""
         return self.process.wants_beam_rows or self.stopping.needs_rows
@@ -85,15 +95,17 @@ class BeamGroup:
         logits: torch.Tensor,
         attention: torch.Tensor | None,
         keep_scores: Callable[[torch.Tensor], tuple | None],
+        column_of: torch.Tensor | None = None,
     ) -> Chosen:
         """Choose what the beams continue as.
 
         Args:
-            logits: ``[R, V]``, of the rows that `beams` tells.
+            logits: ``[R, V]``, of the rows that `beams` tells; ``[R, C]`` with `column_of`.
             attention: ``[R, L]`` float32 over the source, where a coverage penalty reads it.
             keep_scores: is given processed log-probabilities ``[R, V]``, and answers with those of all steps so far.
+            column_of: ``[V]`` int64, the column of each token that `step_tokens` names; None where each has its own.
         """
-        candidates, scores = self._candidates(logits, keep_scores)
+        candidates, scores = self._candidates(logits, keep_scores, column_of)
         if self.coverage is not None and attention is not None:
             self.coverage.attend(attention.unsqueeze(1) if self.beams is None else self.beams.grid(attention))
             candidates = self.coverage.with_bonus(candidates)
@@ -121,13 +133,16 @@ class BeamGroup:
         return hits & first & self.rules.takes(before).unsqueeze(1) & (candidates.scores > -torch.inf)
 
     def _candidates(
-        self, logits: torch.Tensor, keep_scores: Callable[[torch.Tensor], tuple | None]
+        self,
+        logits: torch.Tensor,
+        keep_scores: Callable[[torch.Tensor], tuple | None],
+        column_of: torch.Tensor | None,
     ) -> tuple[Candidates, tuple | None]:
         """The candidates, and the kept scores of all steps so far."""
         running_scores, rules, beams = self.state.running_scores, self.rules, self.beams
         if self.constraint is not None and self._looks_up_children:
             raw = logits.float() if self.settings.options.trie_renormalize else logits.float().log_softmax(-1)
-            return self.constraint.candidates(raw, running_scores, rules, beams), None
+            return self.constraint.candidates(raw, running_scores, rules, beams, column_of), None
         log_probs = self._processed(logits)
         kept = keep_scores(log_probs)
         if self.draws is not None:
@@ -191,7 +206,8 @@ class BeamGroup:
         if self.taken is not None and options.diversity_penalty:
             penalty = TokensTakenPenalty(self.taken, options.diversity_penalty, self._rows_of_prompts)
             processors = put_early(processors, [penalty])
-        self._looks_up_children = not (processors or settings.do_sample or settings.output_scores)
+        whole_rows = processors or settings.do_sample or settings.output_scores
+        self._looks_up_children = self.constraint is not None and not whole_rows
         if self.constraint is None or self._looks_up_children:
             return processors
         return with_constraint(processors, AllowedItems(self.constraint, self._rows_of_beams))

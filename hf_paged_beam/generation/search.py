@@ -32,6 +32,7 @@ from .coverage import last_cross_attention
 from .decode import DecodeSteps
 from .diverse import TakenTokens
 from .group import BeamGroup, GroupRows
+from .head import NarrowHead
 from .memory import explain_out_of_memory
 from .output import Found, StepOutputs, best_found, build_output
 from .prompt import HandOver, cache_with_prompt, prepare_cache, run_prompt
@@ -111,6 +112,8 @@ class BeamSearch:
         if options.num_beam_groups > 1:
             self.taken = TakenTokens(self.batch_size, self.settings.eos_token_ids, self.settings.pad_token_id)
         self.groups = [BeamGroup(call, self.taken) for _ in range(options.num_beam_groups)]
+        narrows = all(group.reads_few_columns for group in self.groups)
+        self.head = NarrowHead(call.model, wanted=narrows and not call.synced_gpus)
         self.rows = self._rows(self.settings.widths)
         self.kept = StepOutputs(self.settings, call.model.config.is_encoder_decoder, self.rows.beams)
         self.present = list(range(self.batch_size))  # prompts whose beams are rows of the model
@@ -144,7 +147,7 @@ class BeamSearch:
             if self._fork_and_read(chosen, decode):
                 break
             self._other_ranks_search(over=False)
-            outputs = decode(*self._next_inputs(chosen))
+            outputs = self._decode(decode, chosen)
         while self._other_ranks_search(over=True):
             decode(*self._next_inputs(chosen))
         self.cache.end()
@@ -160,7 +163,9 @@ class BeamSearch:
         kwargs = {**call.model_kwargs, versions.CACHE_ARGUMENT: self.cache}
         if settings.options.coverage_penalty:
             kwargs["output_attentions"] = True
-        outputs, kwargs = run_prompt(call.model, call.input_ids, call.config, kwargs)
+        with self.head.one_pass() as watch:
+            outputs, kwargs = run_prompt(call.model, call.input_ids, call.config, kwargs)
+            watch(outputs.logits)
         self.cache = cache_with_prompt(self.cache, kwargs, model=call.model, batch_size=self.batch_size)
         kwargs[versions.CACHE_ARGUMENT] = self.cache
         try:
@@ -177,6 +182,15 @@ class BeamSearch:
         )
         return outputs, decode
 
+    def _decode(self, decode: DecodeSteps, chosen: Sequence[Chosen]) -> Any:
+        """The model on one token per beam; its logits only of tokens that a trie can ask for, where that is known to be
+        safe and the search wants no others."""
+        narrow = self.head.wanted and decode.path_is_known
+        with self.head.one_pass(self.groups[0].step_tokens() if narrow else None) as watch:
+            outputs = decode(*self._next_inputs(chosen))
+            watch(outputs.logits)
+        return outputs
+
     def _choose(self, outputs: Any) -> list[Chosen]:
         """What every beam continues as, group by group."""
         first = self.length == 0
@@ -188,7 +202,7 @@ class BeamSearch:
             attention = last_cross_attention(outputs).to(self.device)
         if self.taken is None:
             keep = functools.partial(self.kept.keep_scores, first=first)
-            return [self.groups[0].step(logits, attention, keep)]
+            return [self.groups[0].step(logits, attention, keep, self.head.column_of)]
         return self._choose_one_after_another(logits, attention, first)
 
     def _choose_one_after_another(
@@ -208,7 +222,7 @@ class BeamSearch:
         chosen = []
         for number, group in enumerate(self.groups):
             seen = None if attention is None else of(number, attention)
-            chosen.append(group.step(of(number, logits), seen, keep))
+            chosen.append(group.step(of(number, logits), seen, keep, self.head.column_of))
         if self.kept.scores is not None:
             wide = [
                 beams.repeat(part) if first else part for beams, part in zip(self.rows.of_group, scores, strict=True)
