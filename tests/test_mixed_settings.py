@@ -6,7 +6,6 @@ What a prompt gets alone is transformers' own search (greedy search for one beam
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -29,7 +28,8 @@ from hf_paged_beam import TokenTrie
 from hf_paged_beam.versions import SAMPLES_ARE_SORTED
 
 NAME, TOLERANCE = "hf_paged_beam", 1e-4
-ENDS = [EOS, *range(20, 27)]
+ENDS, FEW_ENDS = [EOS, *range(20, 60)], [EOS, *range(20, 27)]
+"""So many that sequences end early, and it matters when a search stops; and so few that they grow long."""
 LISTED = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "max_new_tokens", "min_new_tokens")
 WITH_SCORES = dict(return_dict_in_generate=True, output_scores=True)
 KINDS = {
@@ -166,8 +166,8 @@ def check_form(output: Any, inputs: dict, model: Any, first: int, beams: int) ->
 
 
 @st.composite
-def mixed_settings(draw: Any) -> tuple[int, dict[str, Any]]:
-    """A number of prompts, and for each setting one value for all or a list."""
+def mixed_settings(draw: Any) -> tuple[int, list[int], dict[str, Any]]:
+    """A number of prompts, end tokens, and for each setting one value for all or a list."""
     batch_size = draw(st.integers(2, 4))
 
     def listed(values: st.SearchStrategy) -> list:
@@ -190,16 +190,16 @@ def mixed_settings(draw: Any) -> tuple[int, dict[str, Any]]:
             chosen[name] = one_for_all
     if not any(isinstance(given, list) for given in chosen.values()):
         chosen["num_beams"] = widths
-    return batch_size, chosen
+    return batch_size, draw(st.sampled_from([ENDS, FEW_ENDS])), chosen
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(case=mixed_settings())
-def test_random_lists(kind: str, case: tuple[int, dict[str, Any]]) -> None:
+def test_random_lists(kind: str, case: tuple[int, list[int], dict[str, Any]]) -> None:
     """Each prompt's rows are those of its own call."""
-    batch_size, lists = case
-    check_as_alone(kind, prompts_of(kind, batch_size), lists)
+    batch_size, ends, lists = case
+    check_as_alone(kind, prompts_of(kind, batch_size), lists, eos_token_id=ends)
 
 
 ONE_LIST: dict[str, dict[str, Any]] = {
@@ -319,18 +319,24 @@ def test_rows_that_the_model_sees(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_prompts_that_end_by_themselves(kind: str) -> None:
-    """Prompts that stop early leave too: rows never grow, and the last passes are for the last prompt alone."""
+    """Prompts that stop early leave too: rows never grow, and the last pass is for the prompts that are left alone."""
     model, inputs = model_of(kind), prompts_of(kind, 4)
-    lists = dict(num_beams=[2, 3, 1, 4], early_stopping=[True, "never", True, True], min_new_tokens=[0, 9, 0, 0])
-    every_token_ends = list(range(1, VOCABULARY))
+    widths, longest = [2, 3, 2, 4], 10
+    lists = dict(num_beams=widths, early_stopping=[True, "never", True, True], min_new_tokens=[0, 9, 0, 0])
+    call = dict(max_new_tokens=longest, eos_token_id=list(range(1, VOCABULARY, 2)))
+    passes = []
+    for prompt in range(4):
+        with forward_rows(model) as rows:
+            alone(model, inputs, prompt, {**call, **of_prompt(lists, prompt)})
+        passes.append(len(rows))
+    assert passes[1] == longest and min(passes) <= 3
     with forward_rows(model) as rows:
         GenerationMixin.generate(
-            model, **inputs, **lists, max_new_tokens=10, do_sample=False, eos_token_id=every_token_ends[::2],
-            custom_generate=NAME, **KINDS[kind][0],
-        )  # fmt: skip
-    assert rows[0] == 4 and len(rows) == 10
-    assert all(later <= before for before, later in itertools.pairwise([10, *rows[1:]]))
-    assert 3 <= rows[-1] < 10
+            model, **inputs, **lists, **call, do_sample=False, custom_generate=NAME, **KINDS[kind][0]
+        )
+    searching = [sum(width for width, count in zip(widths, passes, strict=True) if count > step) for step in range(10)]
+    assert rows == [4, *searching[1:]]
+    assert rows[-1] == searching[-1] == 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
@@ -516,9 +522,10 @@ def test_sampling() -> None:
 
     def sample(seed: int) -> Any:
         torch.manual_seed(seed)
-        return search("llama", inputs, {**lists, "do_sample": True}, top_k=30)
+        call = dict(do_sample=True, top_k=30, temperature=3.0, eos_token_id=FEW_ENDS)
+        return search("llama", inputs, lists, **call)
 
-    first, again, other = sample(1), sample(1), sample(3)
+    first, again, other = sample(1), sample(1), sample(2)
     assert first.prompt_index.tolist() == [0, 0, 1, 1, 1, 2]
     assert torch.equal(first.sequences, again.sequences)
     assert first.sequences.shape[0] == 6 and first.sequences.shape[1] <= inputs["input_ids"].shape[1] + 6
