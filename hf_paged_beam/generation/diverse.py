@@ -104,14 +104,53 @@ def advance_group(
         end_token_ids: ``[n_eos]`` int64 or None, to tell what ends from what is cut.
     """
     was_open = state.open
+    ends = _ended(candidates, hits, end_token_ids)
+    state = after_the_ended(state, candidates, ends, length=length, rules=rules)
     if hits is not None:
-        ends = hits if end_token_ids is None else hits & torch.isin(candidates.tokens, end_token_ids)
-        if end_token_ids is not None:
-            state = finish(state, candidates, ends, length, rules)
-    attainable = rules.attainable(candidates.scores.select(1, 0), length)
-    state = state._replace(open=was_open & (attainable > rules.closing_score(state.finished_scores)))
-    if hits is not None:
-        state = finish(state, candidates, hits & ~ends if end_token_ids is not None else hits, length, rules)
+        state = finish(state, candidates, hits if ends is None else hits & ~ends, length, rules)
     running_scores, chosen = run_on(candidates, hits, rules)
     runs = running_scores.select(1, 0) > -torch.inf
-    return state._replace(running_scores=running_scores, open=state.open & runs), chosen
+    return state._replace(running_scores=running_scores, open=was_open & state.open & runs), chosen
+
+
+def after_the_ended(
+    state: SearchState, candidates: Candidates, ends: torch.Tensor | None, *, length: int, rules: Rules
+) -> SearchState:
+    """The state in which sequences that are cut find a group: with those that ended, and asked whether it is done.
+
+    Args:
+        ends: ``[B, K]`` bool, candidates whose token is an end; None where none can be.
+    """
+    was_open = state.open
+    if ends is not None:
+        state = finish(state, candidates, ends, length, rules)
+    attainable = rules.attainable(candidates.scores.select(1, 0), length)
+    return state._replace(open=was_open & (attainable > rules.closing_score(state.finished_scores)))
+
+
+def taken_in_turn(
+    state: SearchState,
+    candidates: Candidates,
+    hits: torch.Tensor,
+    *,
+    length: int,
+    rules: Rules,
+    end_token_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """``[B, K]`` bool: of the candidates that end here, those that find room, the ended before the cut.
+
+    Args:
+        state: before the step.
+    """
+    ends = _ended(candidates, hits, end_token_ids)
+    after = after_the_ended(state, candidates, ends, length=length, rules=rules)
+    cut = (hits if ends is None else hits & ~ends) & rules.takes(after).unsqueeze(1)
+    return cut if ends is None else cut | ends
+
+
+def _ended(
+    candidates: Candidates, hits: torch.Tensor | None, end_token_ids: torch.Tensor | None
+) -> torch.Tensor | None:
+    if hits is None or end_token_ids is None:
+        return None
+    return hits & torch.isin(candidates.tokens, end_token_ids)

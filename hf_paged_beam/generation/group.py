@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process
 
 from ..cache import BeamRows
 from .advance import advance
 from .candidates import best_candidates, sampled_candidates
 from .constrain import AllowedItems, Forest, ItemConstraint, forced_tokens, with_constraint
 from .coverage import Coverage
-from .diverse import TakenTokens, TokensTakenPenalty, advance_group
+from .diverse import TakenTokens, TokensTakenPenalty, advance_group, taken_in_turn
 from .history import History
 from .per_prompt import put_early, with_own_limits
 from .rules import Rules
@@ -130,6 +131,11 @@ class BeamGroup:
             first = first & torch.nn.functional.pad(
                 ~self.rules.spare_beams, (0, hits.shape[1] - self.rules.width), value=False
             )
+        if self.taken is not None:
+            hits = taken_in_turn(
+                before, candidates, hits, length=len(self.history) + 1, rules=self.rules,
+                end_token_ids=self.settings.eos_token_ids,
+            )  # fmt: skip
         return hits & first & self.rules.takes(before).unsqueeze(1) & (candidates.scores > -torch.inf)
 
     def _candidates(
@@ -237,11 +243,20 @@ def _coverage(call: Any) -> Coverage | None:
     return Coverage(penalty, call.model_kwargs.get("attention_mask")) if penalty else None
 
 
+_COUNT_BEAMS = (
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+)
+
+
 def _for_beams(processor: LogitsProcessor, beams: BeamRows) -> LogitsProcessor:
-    """A processor that counts on as many beams of each prompt (the prefix constraint), for those that there are."""
-    if not hasattr(processor, "_num_beams"):
+    """A processor that counts on as many beams of each prompt, for those that there are.
+
+    The prefix constraint is told their number; what forbids or favours the encoder's tokens works it out from the rows.
+    """
+    if not hasattr(processor, "_num_beams") and not isinstance(processor, _COUNT_BEAMS):
         return processor
-    if processor._num_beams != beams.width:
+    if getattr(processor, "_num_beams", beams.width) != beams.width:
         processor = copy.copy(processor)
         processor._num_beams = beams.width
     return processor if beams.even else _OnGrid(processor, beams)

@@ -318,11 +318,14 @@ class BeamSearch:
         slots = torch.stack(self.slots, dim=1)
         slots[:, -1] = -1  # given for a next token that never came
         step, rank = found.origin // places, found.origin % places
+        wanted = torch.tensor(self.settings.counts, device=self.device).unsqueeze(1)
+        absent = torch.arange(step.shape[1], device=self.device) >= wanted  # a prompt that returns fewer than others
+        scores = found.sequences.scores.masked_fill(absent, -torch.inf)
         returned = step * places * len(self.groups) + found.group * places + rank
         return BeamTrace(
             **{name: tensor.cpu() for name, tensor in joined.items()},
             slots_given=torch.where(joined["running"] < 0, -1, slots).cpu(),
             prompt_length=self.cache.index.prompt_length,
-            returned=returned.masked_fill(found.sequences.scores == -torch.inf, -1).cpu(),
-            sequences_scores=found.sequences.scores.cpu(),
+            returned=returned.masked_fill(scores == -torch.inf, -1).cpu(),
+            sequences_scores=scores.cpu(),
         )
