@@ -112,21 +112,54 @@ def _own_part(model: GenerativeModel, arguments: dict[str, Any]) -> _Own:
 
     A setting that was given as a list is left as one value that suits all prompts.
     """
-    known = {field.name for field in dataclasses.fields(Options)}
-    own = {name: arguments.pop(name) for name in known & arguments.keys()}
+    keywords = {name: arguments.pop(name) for name in _OPTIONS & arguments.keys()}
+    configured = {name: setting(name, model, arguments, None) for name in _OPTIONS}
     for name, off in _SHARED_WITH_TRANSFORMERS.items():
-        configured = setting(name, model, arguments, None)
-        if configured is not None:
-            own.setdefault(name, configured)
+        if configured[name] is not None:
             arguments[name] = off
-        if own.get(name, 0) is None:
-            del own[name]
-    given = {name: setting(name, model, arguments, None) for name in LISTED}
-    lists = {name: list(values) for name, values in given.items() if isinstance(values, (list, tuple))}
-    check_lists(lists, None)
+    options = _options(keywords, configured)
+    lists = _lists(model, arguments)
     for name, values in lists.items():
         arguments[name] = _for_all(name, values)
-    return _Own(Options(**own), lists)
+    return _Own(options, lists)
+
+
+_OPTIONS = {field.name for field in dataclasses.fields(Options)}
+
+
+def _options(keywords: dict[str, Any], configured: dict[str, Any]) -> Options:
+    """Options from keywords, and where those say nothing, from configurations."""
+    configured = {name: given for name, given in configured.items() if given is not None}
+    keywords = {
+        name: given for name, given in keywords.items() if given is not None or name not in _SHARED_WITH_TRANSFORMERS
+    }
+    if {**configured, **keywords}.get("num_beam_groups", 1) == 1:
+        configured.pop("diversity_penalty", None)  # saved with a model, it waits for groups
+    return Options(**{**configured, **keywords})
+
+
+def _lists(model: GenerativeModel, arguments: dict[str, Any]) -> dict[str, list[Any]]:
+    """Settings that were given as one value for each prompt."""
+    if _has_several(arguments.get("max_length")):
+        raise ValueError("max_length must be one number; max_new_tokens may be a list of one for each prompt")
+    for name in LISTED:
+        if _has_several(getattr(model.generation_config, name, None)):
+            raise ValueError(f"{name}: a list, of one value for each prompt, belongs into the call, not into the model")
+    given = {name: setting(name, model, arguments, None) for name in LISTED}
+    lists = {name: _as_list(values) for name, values in given.items() if _has_several(values)}
+    check_lists(lists, None)
+    return lists
+
+
+def _has_several(given: Any) -> bool:
+    """Whether a setting was given as one value for each prompt: a list, a tuple, an array or a tensor."""
+    return isinstance(given, (list, tuple)) or getattr(given, "ndim", 0) == 1
+
+
+def _as_list(given: Any) -> list[Any]:
+    """Values as Python's own, where they are numpy's."""
+    values = list(given) if isinstance(given, (list, tuple)) else given.tolist()
+    return [value.item() if hasattr(value, "dtype") and value.ndim == 0 else value for value in values]
 
 
 def _for_all(name: str, values: list[Any]) -> Any:
@@ -243,14 +276,12 @@ def beam_search(
 
 
 def _own_part_of_callable(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> _Own:
-    """As `_own_part`, where transformers has put its part of the arguments into the configuration."""
-    known = {field.name for field in dataclasses.fields(Options)}
-    own = {name: model_kwargs.pop(name) for name in known & model_kwargs.keys()}
-    for name in _SHARED_WITH_TRANSFORMERS:
-        configured = getattr(generation_config, name, None)
-        if configured is not None:
-            own[name] = configured
-    return _Own(Options(**own), {})
+    """As `_own_part`, where transformers has put its part of the arguments into the configuration.
+
+    It has put defaults there too: a keyword comes first.
+    """
+    keywords = {name: model_kwargs.pop(name) for name in _OPTIONS & model_kwargs.keys()}
+    return _Own(_options(keywords, {name: getattr(generation_config, name, None) for name in _OPTIONS}), {})
 
 
 class PagedBeamMixin:

@@ -51,10 +51,9 @@ def estimate(values: torch.Tensor, output: Any, normalize: bool = False) -> torc
         ValueError: if the output is of another search, or `values` has another length.
     """
     weights = _weights_of(output)
-    if values.shape != weights.shape:
-        raise ValueError(
-            f"values must have one number for each of {len(weights)} sequences, but has shape {tuple(values.shape)}"
-        )
+    if not isinstance(values, torch.Tensor) or values.shape != weights.shape:
+        given = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(f"values must be a tensor of one number for each of {len(weights)} sequences, but got {given}")
     prompts = int(output.prompt_index.max()) + 1
     weighted = torch.where(weights > 0, weights * values.to(weights), 0.0)
 

@@ -68,7 +68,7 @@ class Rules:
     @property
     def enough(self) -> int:
         """Finished sequences that close a prompt with ``early_stopping=True``."""
-        return math.ceil(self.patience * self.num_beams)
+        return math.ceil(round(self.patience * self.num_beams, 6))  # 1.1 · 50 is a little above 55 in floats
 
     def finished_score(self, total: float, tokens: Prefix) -> float:
         """What a finished sequence of summed log-probability `total` is ranked by."""

@@ -86,7 +86,8 @@ def unfold(output: torch.Tensor, beams: BeamRows, groups: int) -> torch.Tensor:
     """``[B, Hkv, G·W, Dv]`` back to ``[R, 1, H, Dv]``."""
     batch, key_heads, _, size = output.shape
     split = output.reshape(batch, key_heads, groups, beams.width, size)
-    return beams.rows_of_cells(split.permute(0, 3, 1, 2, 4).reshape(-1, 1, key_heads * groups, size))
+    rows = split.permute(0, 3, 1, 2, 4).reshape(-1, 1, key_heads * groups, size)
+    return beams.rows_of_cells(rows).contiguous()  # as transformers' own: some models take views of it
 
 
 def _attend_rows(module, query, key, value, attention_mask, **extras):

@@ -189,8 +189,9 @@ class BeamVerbs:
             prompts: places of these prompts.
             num_beams: beams of each, at most as many as each has.
         """
-        index = BeamIndex(num_beams)
-        index.begin_decode(len(prompts), self.index.prompt_length, self.index.paths.device)
+        index = BeamIndex(max(2, num_beams))  # of a grid of one cell a mask looks like any other
+        widths = [num_beams] * len(prompts)
+        index.begin_decode(len(prompts), self.index.prompt_length, self.index.paths.device, widths)
         index.fork(index.beams.repeat(index.beams.first.squeeze(1)))
         index.set_high_water(num_beams - 1)
         return self._sampled(index, prompts, self.rows_of_first_beams(prompts, num_beams))

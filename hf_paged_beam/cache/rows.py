@@ -87,13 +87,8 @@ class BeamRows:
 
     def rows_of(self, prompts: Sequence[int]) -> torch.Tensor:
         """``[rows]`` int64: the rows of some prompts, in their order."""
-        device, first = self.prompt.device, [sum(self.widths[:prompt]) for prompt in prompts]
-        return torch.cat(
-            [
-                torch.arange(start, start + self.widths[prompt], device=device)
-                for start, prompt in zip(first, prompts, strict=True)
-            ]
-        )
+        of_prompt = torch.arange(self.count, device=self.prompt.device).split(self.widths)
+        return torch.cat([of_prompt[prompt] for prompt in prompts])
 
     def parent_rows(self, parents: torch.Tensor) -> torch.Tensor:
         """The row that each row of the next step continues, ``[R]`` int64.

@@ -33,6 +33,9 @@ class Coverage:
 
     def attend(self, attention: torch.Tensor) -> None:
         """Add the attention of a pass, ``[B, N, L]`` float32, of every running beam."""
+        length = attention.shape[-1]
+        if self._attended is None and self.source_mask is not None and self.source_mask.shape[-1] != length:
+            self.source_mask = (attention > 0).any(1)  # the encoder shortened its source: what it hides has none
         self._attended = attention if self._attended is None else self._attended + attention
 
     def with_bonus(self, candidates: Candidates) -> Candidates:
@@ -40,7 +43,7 @@ class Coverage:
         if self._attended is None:
             raise RuntimeError("no attention was seen before candidates were chosen")
         covered = self._attended.clamp(min=torch.finfo(torch.float32).tiny, max=1.0).log()
-        if self.source_mask is not None and self.source_mask.shape[-1] == covered.shape[-1]:
+        if self.source_mask is not None:
             covered = covered.masked_fill(~self.source_mask.to(torch.bool).unsqueeze(1), 0.0)
         lost = covered.sum(-1) * self.penalty  # [B, N]
         return candidates._replace(bonus=lost.gather(1, candidates.parents))

@@ -117,7 +117,9 @@ class BeamGroup:
         self.candidates = candidates
         if self.settings.options.return_beam_trace:
             runs_on = (self.state.running_scores > -torch.inf) & self.rules.takes(before).unsqueeze(1)
-            self.history.record_traced(candidates, chosen, self._taken(before, candidates, hits), runs_on)
+            sums = candidates.scores if self.draws is None else self.draws.sums
+            taken = self._taken(before, candidates, hits)
+            self.history.record_traced(candidates, chosen, sums=sums, finished=taken, runs_on=runs_on)
         else:
             self.history.record(candidates, chosen)
         return chosen
@@ -306,6 +308,7 @@ class GroupRows:
         first = self.beams.first.squeeze(1)[one.prompt] + place
         size = torch.tensor(parts, device=device)[one.prompt]
         self._rows = [first + number * size for number in range(groups)]  # [R / G] of each group
+        self._order = torch.cat(self._rows)
 
     def of(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         """The rows of one group among all, ``[R, ...]`` to ``[R / G, ...]``."""
@@ -315,9 +318,8 @@ class GroupRows:
         """The rows of all groups, of one each ``[R / G, ...]`` to ``[R, ...]``."""
         if len(parts) == 1:
             return parts[0]
-        order = torch.cat(self._rows)
         joined = torch.cat(list(parts))
-        return torch.empty_like(joined).index_copy_(0, order, joined)
+        return torch.empty_like(joined).index_copy_(0, self._order, joined)
 
     def parent_rows(self, parents: Sequence[torch.Tensor]) -> torch.Tensor:
         """``[R]`` int64: the row that each row continues, from each group's ``[B, W / G]`` beams."""

@@ -43,7 +43,7 @@ class History:
 
     def __init__(self, traced: bool = False) -> None:
         self._steps: list[tuple[Candidates, Chosen]] = []
-        self._traced: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if traced else None
+        self._traced: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = [] if traced else None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -53,17 +53,24 @@ class History:
         self._steps.append((candidates, chosen))
 
     def record_traced(
-        self, candidates: Candidates, chosen: Chosen, finished: torch.Tensor, runs_on: torch.Tensor
+        self,
+        candidates: Candidates,
+        chosen: Chosen,
+        *,
+        sums: torch.Tensor,
+        finished: torch.Tensor,
+        runs_on: torch.Tensor,
     ) -> None:
         """Note one step with what a trace tells of it.
 
         Args:
             candidates, chosen: of the step.
+            sums: ``[B, K]`` float32, summed log-probability of each candidate.
             finished: ``[B, K]`` bool, candidates that ended and were taken.
             runs_on: ``[B, W]`` bool, beams that are one.
         """
         if self._traced is not None:
-            self._traced.append((finished, chosen.ranks.masked_fill(~runs_on, -1)))
+            self._traced.append((sums, finished, chosen.ranks.masked_fill(~runs_on, -1)))
         self.record(candidates, chosen)
 
     def trace(self) -> dict[str, torch.Tensor]:
@@ -72,10 +79,10 @@ class History:
             raise RuntimeError("the steps of this search were not traced")
         fields = {
             name: torch.stack([getattr(candidates, name) for candidates, _ in self._steps], dim=1)
-            for name in ("tokens", "parents", "scores")
+            for name in ("tokens", "parents")
         }
-        finished, running = zip(*self._traced, strict=True)
-        return {**fields, "finished": torch.stack(finished, dim=1), "running": torch.stack(running, dim=1)}
+        told = [torch.stack(parts, dim=1) for parts in zip(*self._traced, strict=True)]
+        return {**fields, **dict(zip(("scores", "finished", "running"), told, strict=True))}
 
     def walk_back(self, state: SearchState, count: int) -> Sequences:
         """Put the best `count` finished sequences of each prompt together, from their last token to their first.
@@ -85,7 +92,7 @@ class History:
 
         Args:
             state: at the end of the search.
-            count: `n`, at most `W`.
+            count: `n`, at most as many as are remembered.
         """
         scores = state.finished_scores[:, :count]  # [B, n]
         number = state.finished_origin[:, :count].masked_fill(scores == -torch.inf, -1)

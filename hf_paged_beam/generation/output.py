@@ -174,7 +174,8 @@ def build_output(
     rows = returned.rows
     inside = rows(sequences.inside)
     longest = inside.shape[-1]
-    if settings.differ:  # no longer than what is returned, which narrow prompts' other sequences may exceed
+    if settings.differ or settings.options.num_beam_groups > 1:
+        # no longer than what is returned: other sequences of narrow prompts, or of groups, may be longer
         longest = int(inside.any(0).sum())  # host read: once, after the search
         inside = inside[:, :longest]
     tokens = torch.where(inside, rows(sequences.tokens)[:, :longest], settings.fill_token_id)

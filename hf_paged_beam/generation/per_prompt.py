@@ -82,10 +82,13 @@ class _EndAt(LogitsProcessor):
 
     def __init__(self, prompt_length: int, longest: Sequence[int], ends: torch.Tensor, rows_of: RowsOf):
         self.prompt_length, self.ends, self.rows_of = prompt_length, ends, rows_of
+        self.lengths = set(longest)
         self.longest = torch.tensor(longest, device=ends.device)  # [B]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         length = input_ids.shape[1] - self.prompt_length
+        if length + 1 not in self.lengths:
+            return scores
         last = self.rows_of(self.longest, len(scores)) == length + 1  # [rows]
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self.ends] = 0.0

@@ -239,13 +239,15 @@ def widen_inputs(kwargs: dict[str, Any], beams: BeamRows, *, part: str = "all") 
 
     Args:
         kwargs: inputs at ``B`` rows.
-        beams: the rows of a step.
+        beams: the rows of a step. What has another number of rows than it has prompts stays: images laid one after
+            another, which no step reads again.
         part: of an encoder-decoder model, "decoder" or "encoder" to repeat only inputs of that part. What belongs to
             the encoder can stay at ``B`` rows where the folded attention reads it.
     """
 
     def repeat(name: str, given: torch.Tensor) -> torch.Tensor:
-        return beams.repeat(given, dim=_row_dimension(name, given))
+        dim = _row_dimension(name, given)
+        return beams.repeat(given, dim=dim) if given.shape[dim] == beams.batch_size else given
 
     return {**kwargs, **_map_rows(_of_part(kwargs, part), repeat)}
 

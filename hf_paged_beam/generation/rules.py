@@ -25,7 +25,7 @@ class Rules:
         options: this package's own settings.
         num_ends: number of end tokens.
         device: of the search.
-        group: beams of a prompt are these many groups, of which one is searched here.
+        groups: `G`, groups of beams that a prompt has, of which one is searched here.
 
     Attributes:
         width: `W`, beams of the widest prompt.
@@ -51,7 +51,9 @@ class Rules:
     ):
         widths = [prompt.num_beams // groups for prompt in prompts]
         offered = max(2, 1 + num_ends)
-        quotas = [width if options.patience is None else math.ceil(options.patience * width) for width in widths]
+        quotas = [
+            width if options.patience is None else math.ceil(round(options.patience * width, 6)) for width in widths
+        ]
         kept = [max(width, quota) + options.draws_sequences for width, quota in zip(widths, quotas, strict=True)]
         self.widths = widths
         self.width, self.num_candidates, self.kept = max(widths), offered * max(widths), max(kept)

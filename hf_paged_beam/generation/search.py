@@ -271,8 +271,10 @@ class BeamSearch:
             return
         self.present = [self.present[place] for place in kept]
         decode.leave(kept, self.cache.leave(kept))
-        widths = self.settings.widths
-        self.rows = self._rows([widths[prompt] if prompt in self.present else 0 for prompt in range(self.batch_size)])
+        widths = [0] * self.batch_size
+        for prompt in self.present:
+            widths[prompt] = self.settings.widths[prompt]
+        self.rows = self._rows(widths)
         self._seat()
 
     def _next_inputs(self, chosen: Sequence[Chosen]) -> tuple[torch.Tensor, torch.Tensor | None]:

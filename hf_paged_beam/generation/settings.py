@@ -83,6 +83,7 @@ class Options:
             if self.patience == 0:
                 raise ValueError("patience must be a number above 0, but got 0")
         check_count("num_beam_groups", self.num_beam_groups)
+        object.__setattr__(self, "num_beam_groups", int(self.num_beam_groups))  # numpy's integers are welcome
         if self.diversity_penalty and self.num_beam_groups == 1:
             raise ValueError(
                 f"diversity_penalty={self.diversity_penalty} acts between groups of beams: set num_beam_groups to at "
@@ -141,9 +142,7 @@ class PromptSettings:
 
     def __post_init__(self) -> None:
         check_counts(self.num_beams, self.num_return_sequences)
-        early = self.early_stopping
-        if early not in EARLY_STOPPING or (isinstance(early, int) and not isinstance(early, bool)):
-            raise ValueError(f"early_stopping must be True, False or 'never', but got {early!r}")
+        _check_early_stopping("early_stopping", self.early_stopping)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,6 +232,10 @@ class SearchSettings:
         prompts = _each_prompt(config, batch_size, prompt_length, lists)
         _check_together(prompts, options, bool(config.do_sample))
         wants = bool(config.return_dict_in_generate)
+        if options.return_beam_trace and not wants:
+            raise ValueError(
+                "return_beam_trace=True puts a trace into an output object: set return_dict_in_generate=True"
+            )
         return cls(
             prompts=prompts,
             options=options,
@@ -271,8 +274,6 @@ def check_lists(lists: Mapping[str, Sequence[Any]], batch_size: int | None) -> N
         ValueError: naming the setting.
     """
     for name, given in lists.items():
-        if name not in LISTED:
-            raise ValueError(f"{name} must be one value for all prompts, but got a list. Lists may be: {LISTED}")
         if batch_size is not None and len(given) != batch_size:
             raise ValueError(
                 f"{name} must be one value, or a list of one for each prompt, but got {list(given)} for {batch_size} "
@@ -365,7 +366,7 @@ def _check_number(name: str, given: object, least: float = -math.inf) -> None:
 
 
 def _check_early_stopping(name: str, given: object) -> None:
-    if given not in EARLY_STOPPING or (isinstance(given, int) and not isinstance(given, bool)):
+    if not (isinstance(given, bool) or given == "never"):
         raise ValueError(f"{name} must be True, False or 'never', but got {given!r}")
 
 

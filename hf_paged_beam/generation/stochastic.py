@@ -31,10 +31,11 @@ class Draws:
 
     Attributes:
         log_probs: ``[B, N]`` float32, summed log-probability of every running beam. The state's scores are their G.
+        sums: ``[B, K]`` float32, that of the last step's candidates.
     """
 
     def __init__(self, batch_size: int, device: torch.device):
-        self.log_probs = torch.zeros(batch_size, 1, device=device)
+        self.log_probs = self.sums = torch.zeros(batch_size, 1, device=device)
         self._lost = torch.full((batch_size,), -torch.inf, device=device)
 
     def begin(self, state: SearchState) -> SearchState:
@@ -54,8 +55,8 @@ class Draws:
         """
         rows = torch.flatten if beams is None else beams.rows
         log_probs = renormalized(log_probs)
-        sums = log_probs + rows(self.log_probs).unsqueeze(1)
-        perturbed = _given_the_largest(_gumbel(sums).add_(sums), rows(running_scores).unsqueeze(1))
+        noisy = _gumbel(log_probs).add_(log_probs)
+        perturbed = _given_the_largest(noisy, rows(self.log_probs).unsqueeze(1), rows(running_scores).unsqueeze(1))
         no_beam = running_scores == -torch.inf
         found = best_candidates(perturbed, no_beam.float().masked_fill(no_beam, -torch.inf), rules, beams)
         token_scores = _at(log_probs, found, beams)
@@ -79,8 +80,8 @@ class Draws:
         if ends is not None:
             lost = lost.maximum(_best_beyond(ends, rules))
         self._lost = torch.where(before.open, self._lost.maximum(lost), self._lost)
-        sums = self.log_probs.gather(1, candidates.parents) + candidates.token_scores
-        self.log_probs = sums.gather(1, chosen.ranks)
+        self.sums = self.log_probs.gather(1, candidates.parents) + candidates.token_scores
+        self.log_probs = self.sums.gather(1, chosen.ranks)
 
     def threshold(self, state: SearchState, counts: torch.Tensor, rules: Rules) -> torch.Tensor:
         """``[B]`` float32: the largest G of the sequences that are not returned; -inf where there is none.
@@ -135,15 +136,21 @@ def _gumbel(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like).exponential_().clamp_(min=smallest).log_().neg_()
 
 
-def _given_the_largest(perturbed: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Gumbel variables ``[R, V]`` shifted so that the largest of each row is `largest`, ``[R, 1]``.
+def _given_the_largest(noisy: torch.Tensor, sums: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Gumbel variables ``sums + noisy`` shifted so that the largest of each row is `largest`.
 
-    The numerically stable form of Kool et al. 2019, appendix B.3.
+    The numerically stable form of Kool et al. 2019, appendix B.3. The gap to the largest is taken before the row's own
+    sum is added: in a long sequence that sum is large, and would round gaps away, so that several were the largest.
+
+    Args:
+        noisy: ``[R, V]``, log-probabilities of the tokens with Gumbel noise.
+        sums: ``[R, 1]``, log-probability of what they continue.
+        largest: ``[R, 1]``.
     """
-    gap = perturbed - perturbed.amax(-1, keepdim=True)  # at most 0
-    over = largest - perturbed + torch.log(-torch.expm1(gap))
+    gap = noisy - noisy.amax(-1, keepdim=True)  # at most 0
+    over = (largest - sums) - noisy + torch.log(-torch.expm1(gap))
     shifted = largest - over.clamp(min=0) - torch.log1p(torch.exp(-over.abs()))
-    return shifted.masked_fill(perturbed == -torch.inf, -torch.inf)
+    return shifted.masked_fill((noisy == -torch.inf) | (sums == -torch.inf), -torch.inf)
 
 
 def _at(log_probs: torch.Tensor, found: Candidates, beams: BeamRows | None) -> torch.Tensor:
