@@ -141,7 +141,10 @@ def test_enabled_whisper(enabled_whisper: Any) -> None:
     expected = stock_transcript()[1:3, : ours.shape[1]]
     assert torch.equal(ours, expected)
     assert encoder_rows == [2]
-    assert rows[0] == 2 and set(rows[1:]) == {2 * WIDTH}
+    assert rows[:2] == [2, 2 * WIDTH] and set(rows[1:]) <= {
+        2 * WIDTH,
+        WIDTH,
+    }  # the shorter clip is done first, and leaves
 
 
 def test_whisper_with_timestamps(enabled_whisper: Any) -> None:

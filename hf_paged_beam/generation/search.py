@@ -2,15 +2,16 @@
 
 1. prompt     once, at one row per prompt                                        prompt.py
 2. choose     what every beam continues as                                       group.py
-     scores       log-probabilities, processed                                       scores.py
+     scores       log-probabilities, processed                                       scores.py, per_prompt.py
      candidates   the K best continuations of each prompt                            candidates.py
                   with a trie: of those that stay on items                           constrain.py, trie.py
                   drawn as whole sequences                                           stochastic.py
      hits         which of them end here                                             stopping.py
-     advance      the ended finish, the best others run on                           advance.py, rules.py
+     advance      the ended finish, the best others run on                           advance.py, rules.py, lengths.py
+                  group after group, each kept from what earlier ones took           diverse.py
 3. fork       beams continue their parents in the cache: indices move, no keys   cache/
 4. read       is the search over? the one value that the host reads in a step
-5. decode     the model on one token per beam, then 2 again                      decode.py
+5. decode     the model on one token per beam, then 2 again                      decode.py, head.py
 6. output     walk back from the best finished sequences                         history.py, output.py
 """
 
