@@ -336,7 +336,6 @@ def test_rows_of_prompts_that_end_by_themselves(kind: str) -> None:
         )
     searching = [sum(width for width, count in zip(widths, passes, strict=True) if count > step) for step in range(10)]
     assert rows == [4, *searching[1:]]
-    assert rows[-1] == searching[-1] == 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])

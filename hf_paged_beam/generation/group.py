@@ -153,6 +153,8 @@ class BeamGroup:
             return self.constraint.candidates(raw, running_scores, rules, beams, column_of), None
         log_probs = self._processed(logits)
         kept = keep_scores(log_probs)
+        if beams is None and len(log_probs) != self.batch_size:
+            log_probs = self.all_beams.first_of_each(log_probs)  # equal beams: the first of each prompt runs
         if self.draws is not None:
             candidates = self.draws.candidates(log_probs, running_scores, rules, beams)
         else:
@@ -161,7 +163,7 @@ class BeamGroup:
         return (candidates if self.constraint is None else self.constraint.placed(candidates)), kept
 
     def _processed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Processed log-probabilities ``[R, V]``, in the first step of one row per prompt."""
+        """Processed log-probabilities ``[R, V]``, in the first step of one row per prompt, or per beam if one asks."""
         log_probs = logits.float().log_softmax(-1)
         if self.ids is None or not self.process.needs_rows:
             return log_probs
@@ -170,8 +172,7 @@ class BeamGroup:
         rows = self.ids.flatten(0, 1)
         if not self.process.wants_beam_rows:
             return self.process(log_probs, rows)
-        processed = self.process(self.all_beams.repeat(log_probs), self.all_beams.repeat(rows))
-        return self.all_beams.first_of_each(processed)  # equal beams: the first of each prompt runs
+        return self.process(self.all_beams.repeat(log_probs), self.all_beams.repeat(rows))
 
     def _hits(self, candidates: Candidates, scores: tuple | None) -> torch.Tensor | None:
         length = len(self.history) + 1

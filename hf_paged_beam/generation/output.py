@@ -55,7 +55,8 @@ class StepOutputs:
     def keep_scores(self, log_probs: torch.Tensor, first: bool) -> tuple | None:
         """Keep processed log-probabilities, ``[rows, V]``; those of all steps so far, if they are wanted."""
         if self.scores is not None:
-            self.scores += (self._rows(log_probs, first) if first else log_probs.clone(),)
+            per_prompt = first and len(log_probs) != self.beams.count
+            self.scores += (self._rows(log_probs, first) if per_prompt else log_probs.clone(),)
         return self.scores
 
     def _rows(self, tensors: Any, first: bool) -> Any:

@@ -226,7 +226,8 @@ class BeamSearch:
             chosen.append(group.step(of(number, logits), seen, keep, self.head.column_of))
         if self.kept.scores is not None:
             wide = [
-                beams.repeat(part) if first else part for beams, part in zip(self.rows.of_group, scores, strict=True)
+                part if len(part) == beams.count else beams.repeat(part)
+                for beams, part in zip(self.rows.of_group, scores, strict=True)
             ]
             self.kept.keep_scores(self.rows.together(wide), first=False)
         return chosen
