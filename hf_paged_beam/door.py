@@ -158,8 +158,12 @@ def _has_several(given: Any) -> bool:
 
 def _as_list(given: Any) -> list[Any]:
     """Values as Python's own, where they are numpy's."""
-    values = list(given) if isinstance(given, (list, tuple)) else given.tolist()
-    return [value.item() if hasattr(value, "dtype") and value.ndim == 0 else value for value in values]
+    return [_own_number(value) for value in given]
+
+
+def _own_number(value: Any) -> Any:
+    is_scalar = hasattr(value, "dtype") and value.ndim == 0
+    return value.item() if is_scalar else value  # host read: a setting, before the search
 
 
 def _for_all(name: str, values: list[Any]) -> Any:

@@ -227,7 +227,7 @@ def _drawn(found: Found, rows) -> dict[str, torch.Tensor]:
 
 def _normalised(sequences: Sequences, settings: SearchSettings) -> torch.Tensor:
     """``[B, n]``: log-probabilities of drawn sequences over their length form, as other searches rank by."""
-    lengths = sequences.inside.sum(-1).clamp(min=1).cpu()  # not every device has float64; after the search
+    lengths = sequences.inside.sum(-1).clamp(min=1).cpu()  # host read: float64, once, after the search
     penalties = [prompt.length_penalty for prompt in settings.prompts]
     forms = [
         length_form(own, by, settings.options.length_normalization) for own, by in zip(lengths, penalties, strict=True)

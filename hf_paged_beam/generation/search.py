@@ -326,10 +326,11 @@ class BeamSearch:
         absent = torch.arange(step.shape[1], device=self.device) >= wanted  # a prompt that returns fewer than others
         scores = found.sequences.scores.masked_fill(absent, -torch.inf)
         returned = step * places * len(self.groups) + found.group * places + rank
-        return BeamTrace(
-            **{name: tensor.cpu() for name, tensor in joined.items()},
-            slots_given=torch.where(joined["running"] < 0, -1, slots).cpu(),
-            prompt_length=self.cache.index.prompt_length,
-            returned=returned.masked_fill(scores == -torch.inf, -1).cpu(),
-            sequences_scores=scores.cpu(),
-        )
+        told = {
+            **joined,
+            "slots_given": torch.where(joined["running"] < 0, -1, slots),
+            "returned": returned.masked_fill(scores == -torch.inf, -1),
+            "sequences_scores": scores,
+        }
+        on_host = {name: tensor.cpu() for name, tensor in told.items()}  # host read: asked for, once, after the search
+        return BeamTrace(**on_host, prompt_length=self.cache.index.prompt_length)

@@ -20,7 +20,6 @@ from ..cache import stored_dtype
 from .lengths import LENGTH_NORMALIZATIONS
 from .trie import TokenTrie
 
-EARLY_STOPPING = (True, False, "never")
 BEAM_ATTENTION = ("auto", "folded", "gathered")
 SAMPLING = ("beam", "stochastic_beam")
 

@@ -69,8 +69,8 @@ def map_slots(trace: BeamTrace, prompt: int) -> SlotMap:
 
 
 def _lifetimes(trace: BeamTrace, prompt: int) -> list[Lifetime]:
-    running, slots = trace.running[prompt].tolist(), trace.slots_given[prompt].tolist()  # [T, W]
-    tokens, parents = trace.tokens[prompt].tolist(), trace.parents[prompt].tolist()  # [T, K]
+    running, slots = trace.listed("running", prompt), trace.listed("slots_given", prompt)  # [T, W]
+    tokens, parents = trace.listed("tokens", prompt), trace.listed("parents", prompt)  # [T, K]
     seen = _last_seen(running, parents)
     return [
         Lifetime(slot, step, None if seen[step][beam] == len(running) - 1 else seen[step][beam] + 1, tokens[step][rank])

@@ -79,6 +79,10 @@ class BeamTrace:
                 f"from the start of the prompt's pool."
             )
 
+    def listed(self, name: str, prompt: int) -> list:
+        """One prompt's part of an array, as lists."""
+        return getattr(self, name)[prompt].tolist()  # host read: a trace is on the host
+
     def __repr__(self) -> str:
         (batch_size, steps, candidates), beams, returned = self.tokens.shape, self.running.shape[2], self.returned.shape
         return (

@@ -109,20 +109,20 @@ class _PromptSteps:
     """
 
     def __init__(self, trace: BeamTrace, prompt: int):
-        self.tokens, self.parents = trace.tokens[prompt].tolist(), trace.parents[prompt].tolist()
-        self.scores, self.running = trace.scores[prompt].tolist(), trace.running[prompt].tolist()
-        slots = trace.slots_given[prompt].tolist()
+        self.tokens, self.parents = trace.listed("tokens", prompt), trace.listed("parents", prompt)
+        self.scores, self.running = trace.listed("scores", prompt), trace.listed("running", prompt)
+        slots = trace.listed("slots_given", prompt)
         self.slot_at = {
             (step, rank): slot if slot >= 0 else None
             for step, ranks in enumerate(self.running)
             for rank, slot in zip(ranks, slots[step], strict=True)
             if rank >= 0
         }
-        found = zip(trace.returned[prompt].tolist(), trace.sequences_scores[prompt].tolist(), strict=True)
+        found = zip(trace.listed("returned", prompt), trace.listed("sequences_scores", prompt), strict=True)
         self.returned = {divmod(origin, trace.tokens.shape[2]): score for origin, score in found if origin >= 0}
         last = self._last_step()
         self.ends: dict[Place, Status] = {place: "running" for place in self.slot_at if place[0] == last}
-        self.ends.update(dict.fromkeys(map(tuple, trace.finished[prompt].nonzero().tolist()), "finished"))
+        self.ends.update(dict.fromkeys(_places(trace.listed("finished", prompt)), "finished"))
         self.ends.update(dict.fromkeys(self.returned, "returned"))
 
     def _last_step(self) -> int:
@@ -176,3 +176,8 @@ def _statuses(parents: Sequence[int], ends: dict[int, Status]) -> list[Status]:
         if statuses[number] != "dead" and statuses[parent] == "dead":
             statuses[parent] = "inner"
     return statuses
+
+
+def _places(flags: list[list[bool]]) -> list[Place]:
+    """Step and rank of each flag that is set."""
+    return [(step, rank) for step, row in enumerate(flags) for rank, is_set in enumerate(row) if is_set]
