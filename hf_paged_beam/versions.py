@@ -312,8 +312,9 @@ def speaks_of_cached_tokens(mask_function: Callable, arguments: dict[str, Any]) 
         arguments: what else a version hands to mask functions: ``q_offset``, or ``cache_position`` in its place, whose
             values are not read.
     """
-    if "q_offset" in arguments:
-        return arguments["q_offset"] != 0
+    offset = arguments.get("q_offset")
+    if offset is not None and not isinstance(offset, torch.Tensor):  # a tensor in a captured step
+        return offset != 0
     return mask_function is not bidirectional_mask_function
 
 

@@ -5,6 +5,7 @@ searched by both, and all beams' scores and sequences are compared.
 
     python tests/sweep_architectures.py                                  # all: a line each, and a summary
     python tests/sweep_architectures.py llama t5 mistral                 # only these model types
+    python tests/sweep_architectures.py --compile                        # the same with compile=True
     python tests/sweep_architectures.py --markdown docs/compatibility.md # also write the table of the docs
 
 Outcomes:
@@ -37,6 +38,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import hf_paged_beam  # noqa: F401  registers the name
+from hf_paged_beam.generation import capture
 from hf_paged_beam.versions import PreTrainedConfig
 
 BEAMS, STEPS, EOS, TOLERANCE = 4, 8, 5, 1e-4
@@ -265,8 +267,12 @@ def compare(stock: Any, ours: Any) -> tuple[float, bool, int]:
     return gap, not (differ & alone).any(), int(alone.sum())
 
 
-def outcome(config_class: type, model_class: type, seq2seq: bool) -> Outcome:
-    """Build, search twice, compare."""
+def outcome(config_class: type, model_class: type, seq2seq: bool, compiled: bool = False) -> Outcome:
+    """Build, search twice, compare.
+
+    Args:
+        compiled: search with ``compile=True``, by what traces the step and runs it as traced.
+    """
     name = config_class.model_type
     try:
         model = tiny_model(config_class, model_class)
@@ -278,7 +284,7 @@ def outcome(config_class: type, model_class: type, seq2seq: bool) -> Outcome:
     except Exception as error:
         return Outcome("STOCK", WHY_NOT.get(name) or _one_line(error))
     try:
-        ours = model.generate(prompts, **call, custom_generate="hf_paged_beam")
+        ours = model.generate(prompts, **call, custom_generate="hf_paged_beam", compile=compiled)
     except Timeout:
         return Outcome("FAILS", "hangs")
     except Exception as error:
@@ -288,7 +294,15 @@ def outcome(config_class: type, model_class: type, seq2seq: bool) -> Outcome:
         return Outcome("DIFF", f"sequences {'equal' if same else 'differ'}", gap, told_apart)
     if ours.beam_path == "handed over":
         return Outcome("HANDED", ours.handed_over_because, gap, told_apart)
-    return Outcome("OK", ours.beam_path, gap, told_apart)
+    return Outcome("OK", ours.beam_path + _captured(model) * compiled, gap, told_apart)
+
+
+def _captured(model: Any) -> str:
+    """Whether the model's decode step was captured, and if it was tried and was not, why."""
+    kept = capture.captures_of(model)
+    reasons = [verdict for verdict in kept.verdicts.values() if isinstance(verdict, str)]
+    trusted = [verdict for verdict in kept.verdicts.values() if verdict == 0]
+    return f", not captured: {reasons[0]}" if reasons else ", captured" if trusted and kept.captured else ""
 
 
 def search_inputs(model: Any, seq2seq: bool) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -308,7 +322,7 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:120]}".replace("\n", " ").replace("|", "/")
 
 
-def sweep(only: list[str]) -> dict[str, Outcome]:
+def sweep(only: list[str], compiled: bool = False) -> dict[str, Outcome]:
     """All architectures, or those whose model type is in `only`; prints each as it is known."""
 
     def on_alarm(*_: Any) -> None:
@@ -323,9 +337,8 @@ def sweep(only: list[str]) -> dict[str, Outcome]:
                 continue
             signal.alarm(SECONDS)
             try:
-                found = outcome(
-                    config_class, model_class[0] if isinstance(model_class, tuple) else model_class, seq2seq
-                )
+                first = model_class[0] if isinstance(model_class, tuple) else model_class
+                found = outcome(config_class, first, seq2seq, compiled)
             except Timeout:
                 found = Outcome("UNBUILT", f"not within {SECONDS} s")
             finally:
@@ -372,10 +385,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of the docs")
+    parser.add_argument("--compile", action="store_true", help="search with compile=True, its step traced only")
     arguments = parser.parse_args(argv)
+    capture.BACKEND = "eager"
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(logging.CRITICAL)  # tiny configurations are not what they warn of
-    outcomes = sweep(arguments.model_types)
+    outcomes = sweep(arguments.model_types, arguments.compile)
     counts = collections.Counter(found.kind for found in outcomes.values())
     print(" ".join(f"{kind}={counts[kind]}" for kind in ("OK", "HANDED", "DIFF", "FAILS", "STOCK", "UNBUILT")))
     if arguments.json:

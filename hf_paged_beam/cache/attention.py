@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 from .borrow import own_attention
-from .layers import CrossLayer
 from .rows import BeamRows
 from .step import CannotFoldError, FoldedStep, current_step
 
@@ -59,7 +58,7 @@ def folded_attention(
         raise CannotFoldError(f"a folded step has one query per beam, but got {query.shape[2]}")
     key_heads = key.shape[1]
     groups = query.shape[1] // key_heads
-    if isinstance(layer, CrossLayer):
+    if layer is not None and layer.is_cross:
         mask = _cross_mask(step, attention_mask, position_bias, key, groups)
     else:
         mask = _pool_mask(step, attention_mask, position_bias, key, groups, step.window_of(layer))
@@ -111,8 +110,7 @@ def _pool_mask(
 
     A window is applied whatever the mask says: some models leave it to the cache, which forgets what is outside.
     """
-    newest = step.index.newest_position
-    dropped = step.index.slots_in_use - key.shape[2]  # of a prompt longer than the window
+    dropped = step.slots - key.shape[2]  # of a prompt longer than the window
 
     def make() -> torch.Tensor:
         if mask is None:
@@ -123,12 +121,12 @@ def _pool_mask(
             additive = _masked(_at_slots(step, mask, key), step.visible().unsqueeze(1), key)
         if bias is not None:
             additive = additive + _at_slots(step, bias, key)  # [B, H, W, S]
-        if window is not None and newest >= window:
-            outside = (step.positions() <= newest - window)[:, None, None, :].to(key.device)
-            additive = additive.masked_fill(outside, -torch.inf)
+        outside = step.outside(window)
+        if outside is not None:
+            additive = additive.masked_fill(outside[:, None, None, :].to(key.device), -torch.inf)
         return _fold_mask(additive[..., dropped:], groups)
 
-    return step.memo(("pool", id(mask), id(bias), groups, window, dropped, key.dtype, key.device), (mask, bias), make)
+    return step.memo(("pool", groups, window, dropped, key.dtype, key.device), (mask, bias), make)
 
 
 def _cross_mask(
@@ -148,7 +146,7 @@ def _cross_mask(
         shape = (step.beams.batch_size, additive.shape[1], step.beams.width, key.shape[2])
         return _fold_mask(additive.expand(shape), groups)
 
-    return step.memo(("cross", id(mask), id(bias), groups, key.dtype, key.device), (mask, bias), make)
+    return step.memo(("cross", groups, key.dtype, key.device), (mask, bias), make)
 
 
 def _per_prompt(step: FoldedStep, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +161,7 @@ def _per_prompt(step: FoldedStep, tensor: torch.Tensor) -> torch.Tensor:
 def _at_slots(step: FoldedStep, over_positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Gather ``[rows, h, 1, positions]`` at the position that each slot holds: ``[B, h, 1, S]``."""
     per_prompt = _per_prompt(step, over_positions)
-    if per_prompt.shape[2] != 1 or per_prompt.shape[3] < step.index.prompt_length + step.index.paths.shape[1]:
+    if per_prompt.shape[2] != 1 or not step.covers(per_prompt.shape[3]):
         raise CannotFoldError(f"a mask or bias of shape {tuple(over_positions.shape)} does not cover all positions")
     positions = step.positions().to(key.device)[:, None, None, :]  # [B, 1, 1, S]
     shape = (step.beams.batch_size, per_prompt.shape[1], 1, -1)

@@ -7,9 +7,10 @@ it would have got.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,16 @@ def return_attention(configs: Sequence[dict[str, Any]]) -> None:
                 _borrowed[id(fields)] = (fields, before, holders - 1)
             else:
                 fields[_ATTENTION] = before
+
+
+@contextlib.contextmanager
+def our_attention(configs: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Set the attention implementation of these configurations to ours inside."""
+    borrow_attention(configs)
+    try:
+        yield
+    finally:
+        return_attention(configs)
 
 
 def attention_before(config: Any) -> str:

@@ -58,6 +58,21 @@ def one_row_per_prompt(states: torch.Tensor, num_beams: int) -> torch.Tensor:
     return rows[:, 0].contiguous()
 
 
+def write_slots(pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor, prompts: torch.Tensor) -> None:
+    """Write one token of every beam into its slot.
+
+    Args:
+        pool: ``[B, Hkv, S, D]``, written.
+        states: ``[R, Hkv, 1, D]``.
+        slots: ``[R]`` int64.
+        prompts: ``[R]`` int64, prompt of each beam.
+    """
+    if pool.shape[0] == 1:
+        pool.index_copy_(2, slots, states.transpose(0, 2))
+    else:
+        pool[prompts.to(pool.device), :, slots] = states.squeeze(2)
+
+
 class _IndexedLayer(CacheLayerMixin):
     """What the pool layer and the cross-attention layer share: storage, and reading in three ways."""
 
@@ -65,6 +80,7 @@ class _IndexedLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
     max_cache_len = -1  # releases before 5.0 ask for it: no limit
+    is_cross = False
 
     state: Any = None
     STORED: tuple[str, ...] = ("_keys", "_values")
@@ -237,7 +253,16 @@ class PoolLayer(_IndexedLayer):
         slots = self.index.write_slots()  # [R]
         self._keys = self._store(self._keys, self._packed(key_states), slots)
         self._values = self._store(self._values, self._packed(value_states), slots)
+        self.note_written()
+
+    def note_written(self) -> None:
+        """The slots that the index gave hold this step's tokens."""
         self.length = self.index.prompt_length + self.index.paths.shape[1]
+
+    def make_room(self) -> None:
+        """Let the pool have all slots that the index may give for this step, and one more."""
+        for name in self.STORED:
+            setattr(self, name, self._with_room(getattr(self, name), spare=1))
 
     def end_prompt(self) -> None:
         """Keep of the prompt what further tokens can see."""
@@ -309,21 +334,28 @@ class PoolLayer(_IndexedLayer):
 
     def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Write ``[R, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[R]``; the pool grows if it must."""
-        needed = self.index.slots_in_use - self.dropped
         if states.dtype != pool.dtype:  # autocast began or ended after the prompt: promoted, as `torch.cat` would
             pool = pool.to(torch.promote_types(pool.dtype, states.dtype))
             states = states.to(pool.dtype)
         if self.dropped:
             slots = slots - self.dropped
-        if pool.shape[2] < needed:
-            pool = self._grown(pool, needed + max(needed // GROWTH, LEAST_SPARE))
+        pool = self._with_room(pool)
         if slots.device != pool.device:
             slots = slots.to(pool.device)
-        if pool.shape[0] == 1:
-            pool.index_copy_(2, slots, states.transpose(0, 2))
-            return pool
-        pool[self.index.beams.prompt.to(pool.device), :, slots] = states.squeeze(2)
+        write_slots(pool, states, slots, self.index.beams.prompt)
         return pool
+
+    def set_slots(self, slots: int) -> None:
+        """Let the pool have exactly so many slots in all, the prompt's and those that were dropped included."""
+        for name in self.STORED:
+            pool = getattr(self, name)
+            setattr(self, name, self._grown(pool, slots - self.dropped))
+
+    def _with_room(self, pool: torch.Tensor, spare: int = 0) -> torch.Tensor:
+        needed = self.index.slots_in_use - self.dropped + spare
+        if pool.shape[2] >= needed:
+            return pool
+        return self._grown(pool, needed + max(needed // GROWTH, LEAST_SPARE))
 
     @staticmethod
     def _grown(pool: torch.Tensor, slots: int) -> torch.Tensor:
@@ -348,6 +380,8 @@ class CrossLayer(_IndexedLayer):
     """Cross-attention keys and values of one layer: one row per prompt, for the whole search."""
 
     is_sliding = False
+    is_cross = True
+    dropped = 0
 
     def __repr__(self) -> str:
         return f"CrossLayer(stored={None if self._keys is None else tuple(self._keys.shape)})"
@@ -375,3 +409,9 @@ class CrossLayer(_IndexedLayer):
 
     def rewind(self) -> None:
         """Nothing was written."""
+
+    def note_written(self) -> None:
+        """Nothing was."""
+
+    def set_slots(self, slots: int) -> None:
+        """There is nothing beside the encoder's."""

@@ -56,8 +56,7 @@ def _at_slots(mask_function: Callable, step: FoldedStep, use_vmap: bool) -> torc
     """Evaluate the rule for each prompt's first beam at the positions its slots hold: ``[B, S]`` bool."""
     positions = step.positions()
     device = positions.device
-    batch = step.beams.first.squeeze(1)
-    query = torch.full((), step.index.newest_position, device=device)  # no copy from the host
+    batch, query = step.beams.first.squeeze(1), step.query_position()
     if use_vmap:
         return versions.evaluate_unbatched(mask_function, batch, query, positions)
     head = torch.zeros((), dtype=torch.int64, device=device)

@@ -6,7 +6,8 @@ forward pass and cleared after it, also when it raises. Two threads can run two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,9 +24,32 @@ class CannotFoldError(RuntimeError):
     """The model does something with keys or masks that the folded attention cannot follow."""
 
 
-def current_step() -> FoldedStep | None:
-    """The folded step that is running in this thread, if any."""
-    return _current.get()
+class Traced:
+    """Where a step stands while ``torch.compile`` traces it: what it traces cannot read a context variable.
+
+    Attributes:
+        step: set and cleared by what is traced, and so never seen outside.
+    """
+
+    step: Any = None
+
+
+traced = Traced()
+
+
+def current_step() -> Any:
+    """The folded step that runs in this thread, or is being traced, if any: a `FoldedStep` or a `CapturedStep`."""
+    return traced.step if torch.compiler.is_compiling() else _current.get()
+
+
+@contextlib.contextmanager
+def running(step: Any) -> Iterator[None]:
+    """Let attention and mask functions find `step`."""
+    outer = _current.set(step)
+    try:
+        yield
+    finally:
+        _current.reset(outer)
 
 
 class FoldedStep:
@@ -78,12 +102,31 @@ class FoldedStep:
         """``[B, S]`` int64: the cache position that each slot holds."""
         return self.memo(("positions",), (), self.index.positions)
 
+    @property
+    def slots(self) -> int:
+        """`S`, slots in use: the prompt's and the tree's."""
+        return self.index.slots_in_use
+
+    def query_position(self) -> torch.Tensor:
+        """0-dim int64: the cache position of this step's tokens."""
+        device = self.index.paths.device
+        return torch.full((), self.index.newest_position, device=device)  # no copy from the host
+
+    def outside(self, window: int | None) -> torch.Tensor | None:
+        """``[B, S]`` bool: slots of tokens that a window of so many tokens has left behind; None if there are none."""
+        newest = self.index.newest_position
+        return None if window is None or newest < window else self.positions() <= newest - window
+
+    def covers(self, positions: int) -> bool:
+        """Whether something given for so many cache positions is given for all."""
+        return positions >= self.index.prompt_length + self.index.paths.shape[1]
+
     def speaks_of_slots(self, mask: torch.Tensor | None) -> bool:
         """Whether a mask is `pool_mask`'s, or a copy of it: ``[B or 1, 1, W, S]``.
 
         A mask over positions has one row for each beam and one query.
         """
-        shape = (self.beams.width, self.index.slots_in_use)
+        shape = (self.beams.width, self.slots)
         return mask is not None and mask.dim() == 4 and self.beams.width > 1 and mask.shape[2:] == shape
 
     def layer_that_handed(self, key: torch.Tensor) -> PoolLayer | CrossLayer | None:
@@ -106,7 +149,7 @@ class FoldedStep:
             mask: what came with it.
         """
         one_per_prompt = key.shape[0] == self.beams.batch_size and rows == self.beams.count
-        if not (one_per_prompt and key.shape[2] == self.index.slots_in_use and self.speaks_of_slots(mask)):
+        if not (one_per_prompt and key.shape[2] == self.slots and self.speaks_of_slots(mask)):
             return False
         self._made_of_the_pool += 1
         return True
@@ -128,7 +171,9 @@ class FoldedStep:
         return len(self._attended) + self._made_of_the_pool == len(self.index.handing)
 
     def memo(self, key: tuple, sources: tuple, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Compute once per step; `sources` are kept alive so that an identity in `key` stays theirs."""
-        if key not in self._memo:
-            self._memo[key] = (sources, make())
-        return self._memo[key][1]
+        """Compute once per step for each `key` and each identity of `sources`, which are kept alive so that it stays
+        theirs."""
+        full = (key, *map(id, sources))
+        if full not in self._memo:
+            self._memo[full] = (sources, make())
+        return self._memo[full][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from ..cache import (
     attention_before,
     attention_configs,
     is_compiled,
-    parts_of,
 )
 from ..versions import GenerativeModel
+from .capture import CapturedSteps
 from .memory import is_out_of_memory
 from .prompt import HandOver, choose_rows, widen_inputs
+from .same_logits import same_logits
 
 _foldable: weakref.WeakKeyDictionary[GenerativeModel, dict[str, bool]] = weakref.WeakKeyDictionary()
 """Models and attention implementations: whether folding them was tried and gave what gathering gives.
@@ -35,9 +37,6 @@ _FOLDING_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeErr
 
 _FEW_PROMPTS, _FEW_BEAMS = 2, 3
 """What both paths are tried on."""
-
-_LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2}
-"""Largest difference of a row's logits, relative to the largest of them, that is put down to rounding."""
 
 logger = logging.get_logger("hf_paged_beam")
 
@@ -53,6 +52,9 @@ class DecodeSteps:
         wants_maps: whether attention maps are to be returned, which only the gathered path can.
         may_try: whether the model may run once more than the search needs, to compare the two paths. Not where other
             ranks count the runs.
+        parts: all modules of the model.
+        capture: whether to compile or record the folded step.
+        most_slots: slots that the trees can need at most.
 
     Attributes:
         path: "folded" or "gathered".
@@ -67,12 +69,17 @@ class DecodeSteps:
         beam_attention: str,
         wants_maps: bool,
         may_try: bool,
+        parts: Sequence[torch.nn.Module],
+        capture: bool = False,
+        most_slots: int = 0,
     ):
         self.model = model
         self.cache = cache
         self.path = self._choose_path(beam_attention, wants_maps)
         self._must_fold = beam_attention == "folded"
-        self._may_try = may_try
+        self._may_try, self._parts = may_try, parts
+        self._wants_capture, self._most_slots = capture, most_slots
+        self._captured: CapturedSteps | None = None  # with the path
         self._begun = False
         self._tried = False  # whether an error of a folded step is known not to be folding's
         self._found: bool | None = None  # whether this kind of model can be folded, if this call is the first to know
@@ -131,15 +138,25 @@ class DecodeSteps:
         """Before the first step: find the path, where it is not known, and give every beam its row of the inputs."""
         self._begun = True
         if self.path == "folded":
-            parts = parts_of(self.model)
-            self._configs = attention_configs(parts)
-            self._as_written = AsWritten() if is_compiled(parts) else contextlib.nullcontext()
+            self._configs = attention_configs(self._parts)
+            self._as_written = AsWritten() if is_compiled(self._parts) else contextlib.nullcontext()
             self._tried = self._must_fold or self._verdict() is not None
             if not self._tried and self._may_try:
                 self._try_both_paths(input_ids)
                 self._tried = self._found is not None
         self._kwargs = self._widen(self._kwargs)
         self._give_offsets()
+        if self._wants_capture and self.path == "folded" and not is_compiled(self._parts):
+            self._captured = CapturedSteps(self.model, self.cache, self._configs, self._most_slots)
+
+    def end(self, *, keep_cache: bool) -> None:
+        """After the last step.
+
+        Args:
+            keep_cache: whether the caller gets the cache.
+        """
+        if self._captured is not None:
+            self._captured.end(keep_cache)
 
     def _try_both_paths(self, input_ids: torch.Tensor) -> None:
         """Run a step of a few beams by both paths, and find whether folding gives what gathering gives.
@@ -177,6 +194,7 @@ class DecodeSteps:
         """One step of a few beams of their own: logits ``[rows, V]``, or the error."""
         few = copy.copy(self)
         few.path, few.cache = path, self.cache.sample(prompts, beams)
+        few._captured = None
         kwargs = choose_rows(self._kwargs, self.cache.index.batch_size, prompts)
         few._kwargs = few._widen({**kwargs, versions.CACHE_ARGUMENT: few.cache})
         few._offsets = [(module, offsets[prompts]) for module, offsets in self._offsets]
@@ -211,11 +229,18 @@ class DecodeSteps:
             self._kwargs = choose_rows(self._kwargs, count, rows)
         if self._begun:
             self._give_offsets()
+        if self._captured is not None:
+            self._captured.leave(kept)
 
     def _forward(self, input_ids: torch.Tensor) -> Any:
         inputs = self.model.prepare_inputs_for_generation(input_ids, **versions.NEWEST_TOKEN, **self._kwargs)
         if self.path == "gathered":
             return self.model(**inputs, return_dict=True)
+        if self._captured is not None and self._tried:
+            return self._captured(inputs, lambda: self._forward_folded(inputs))
+        return self._forward_folded(inputs)
+
+    def _forward_folded(self, inputs: dict[str, Any]) -> Any:
         with self._as_written, FoldedStep(self.cache.index, self._configs) as step:
             outputs = self.model(**inputs, return_dict=True)
             if not step.all_attended():
@@ -277,14 +302,3 @@ def position_offsets(model: GenerativeModel, batch_size: int) -> list[tuple[Any,
     """Modules that keep position offsets of multimodal prompts, ``[B, 1]``, and these."""
     kept = [(module, vars(module).get("rope_deltas")) for module in {model, getattr(model, "base_model", model)}]
     return [(module, offsets) for module, offsets in kept if offsets is not None and offsets.shape[0] == batch_size]
-
-
-def same_logits(folded: torch.Tensor, gathered: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two ``[B·W, V]`` differ by rounding only.
-
-    A quarter of the rows may differ by more: where experts are chosen, rounding can change the choice.
-    """
-    gap = torch.where(folded == gathered, 0.0, (folded.float() - gathered.float()).abs()).amax(-1)
-    scale = gathered.float().abs().nan_to_num(posinf=0.0).amax(-1)
-    differs = gap > _LOGIT_TOLERANCE.get(dtype, 0.1) * scale
-    return bool(differs.float().mean() <= 0.25)  # host read: once per kind of model

@@ -26,8 +26,8 @@ from torch.nn.modules import module as hooks_of_all_modules
 
 from ..cache import is_compiled, parts_of
 from ..versions import GenerativeModel
+from .linears import LINEAR_FORWARD, StandIn, linear, own_forward
 
-_LINEAR_FORWARD = torch.nn.Linear.forward
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _seen_at_decode: weakref.WeakKeyDictionary[GenerativeModel, weakref.ref[torch.nn.Linear]] = weakref.WeakKeyDictionary()
@@ -49,16 +49,15 @@ class HeadPass:
 
     def __init__(self, head: torch.nn.Linear, narrow: tuple[torch.Tensor, torch.Tensor | None] | None = None):
         self.head, self.calls = head, 0
-        self._narrow = narrow
+        self._narrow, self._whole = narrow, own_forward(head)
         self._returned: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._version = 0
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., H]`` to ``[..., C]``. Never an inference tensor: those do not count their changes."""
-        weight, bias = self._narrow or (self.head.weight, self.head.bias)
         with _counting_changes() if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            logits = torch.nn.functional.linear(hidden, weight, bias)
+            logits = self._whole(hidden) if self._narrow is None else linear(hidden, *self._narrow)
         self.calls += 1
         self._returned, self._version = logits, logits._version
         self._values = logits[..., -1:, :].clone() if self._narrow is None else None
@@ -94,13 +93,19 @@ class _StandIn:
     """`forward` of a head while some search's pass runs: that search's, and for all others the head's own."""
 
     def __init__(self, head: torch.nn.Linear):
-        self._head = head
+        self._head, self._own = head, own_forward(head)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         current = _current.get()
         if current is None or current.head is not self._head:
-            return _LINEAR_FORWARD(self._head, hidden)
+            return self._own(hidden)
         return current(hidden)
+
+    def leave(self) -> None:
+        """Put back what stood here: nothing, or what computes the layer as long as a search runs."""
+        del self._head.forward
+        if isinstance(self._own, StandIn):
+            self._head.forward = self._own  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -120,8 +125,9 @@ def standing_in(head_pass: HeadPass) -> Iterator[HeadPass]:
             _under_way[head] -= 1
             if not _under_way[head]:
                 del _under_way[head]
-                if isinstance(vars(head).get("forward"), _StandIn):
-                    del head.forward
+                stand_in = vars(head).get("forward")
+                if isinstance(stand_in, _StandIn):
+                    stand_in.leave()
 
 
 # --- which heads can be narrowed ---
@@ -144,12 +150,12 @@ def plain_head(model: GenerativeModel) -> torch.nn.Linear | None:
 
 def is_plain(head: torch.nn.Linear) -> bool:
     """Whether calling a linear layer is ``hidden @ weight.T + bias`` and nothing else."""
-    own_forward = vars(head).get("forward")
+    stands = vars(head).get("forward")
     shape = (head.out_features, head.in_features)
     return (
-        (own_forward is None or isinstance(own_forward, _StandIn))
-        and torch.nn.Linear.forward is _LINEAR_FORWARD
-        and _LINEAR_FORWARD.__module__ == "torch.nn.modules.linear"
+        (stands is None or isinstance(stands, (_StandIn, StandIn)))
+        and torch.nn.Linear.forward is LINEAR_FORWARD
+        and LINEAR_FORWARD.__module__ == "torch.nn.modules.linear"
         and head._compiled_call_impl is None
         and not (head._forward_hooks or head._forward_pre_hooks)
         and not (hooks_of_all_modules._global_forward_hooks or hooks_of_all_modules._global_forward_pre_hooks)

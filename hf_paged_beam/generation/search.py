@@ -26,7 +26,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from .. import versions
-from ..cache import stored_dtype
+from ..cache import parts_of, stored_dtype
 from ..trace import BeamTrace
 from ..versions import GenerativeModel
 from .coverage import last_cross_attention
@@ -34,6 +34,7 @@ from .decode import DecodeSteps
 from .diverse import TakenTokens
 from .group import BeamGroup, GroupRows
 from .head import NarrowHead
+from .linears import OneDnnLinears
 from .memory import explain_out_of_memory
 from .output import Found, StepOutputs, best_found, build_output
 from .prompt import HandOver, cache_with_prompt, prepare_cache, run_prompt
@@ -81,7 +82,7 @@ def run_search(call: SearchCall) -> Any:
     drawn = _random_states(call.input_ids.device) if call.settings.do_sample else []
     try:
         search = BeamSearch(call)
-        with explain_out_of_memory(search):
+        with explain_out_of_memory(search), OneDnnLinears(search.parts, prepack=call.settings.options.prepack):
             return search.run()
     except HandOver:
         for put_back, state in drawn:  # transformers' own search shall draw what it would have drawn
@@ -106,6 +107,7 @@ class BeamSearch:
         self.batch_size, self.prompt_length = call.input_ids.shape[:2]
         self.device = call.input_ids.device
         options = self.settings.options
+        self.parts = parts_of(call.model)
         self.cache = prepare_cache(
             call.model, call.config, call.model_kwargs, self.batch_size, kv_dtype=stored_dtype(options.kv_dtype)
         )
@@ -151,6 +153,7 @@ class BeamSearch:
             outputs = self._decode(decode, chosen)
         while self._other_ranks_search(over=True):
             decode(*self._next_inputs(chosen))
+        decode.end(keep_cache=self.settings.return_dict)
         self.cache.end()
         return self._output(decode.beam_path)
 
@@ -180,8 +183,17 @@ class BeamSearch:
             beam_attention=settings.options.beam_attention,
             wants_maps=bool(call.config.output_attentions or settings.options.coverage_penalty),
             may_try=not call.synced_gpus,
+            parts=self.parts,
+            capture=self._can_capture(),
+            most_slots=max(settings.widths) * settings.max_new_tokens,
         )
         return outputs, decode
+
+    def _can_capture(self) -> bool:
+        """Whether decode steps may be captured: nothing but the logits is read of them, of all tokens."""
+        settings = self.settings
+        reads_more = settings.output_attentions or settings.output_hidden_states or settings.options.coverage_penalty
+        return settings.options.compile and not reads_more and not self.head.wanted
 
     def _decode(self, decode: DecodeSteps, chosen: Sequence[Chosen]) -> Any:
         """The model on one token per beam; its logits only of tokens that a trie can ask for, where that is known to be

@@ -52,6 +52,9 @@ class Options:
             torch.dtype; None for the model's own. The last two keep a scale per token and head. Results then differ
             from transformers' by that rounding; its size is measured in docs/differences.md.
         return_beam_trace: whether an output object tells every step's beams, in `beam_trace`.
+        compile: whether the decode step is compiled, once for each model and kind of call; results are the same.
+        prepack: whether a CPU model's linear layers are kept once more in the layout that oneDNN wants, as long as the
+            model lives; results are the same.
 
     Raises:
         ValueError: naming the keyword, what came and what is accepted.
@@ -69,6 +72,8 @@ class Options:
     beam_attention: str = "auto"
     kv_dtype: str | torch.dtype | None = None
     return_beam_trace: bool = False
+    compile: bool = False
+    prepack: bool = False
 
     def __post_init__(self) -> None:
         _check_one_of("length_normalization", self.length_normalization, LENGTH_NORMALIZATIONS)
@@ -90,7 +95,8 @@ class Options:
             )
         stored_dtype(self.kv_dtype)
         _check_tries(self.trie, self.trie_renormalize)
-        _check_flag("return_beam_trace", self.return_beam_trace)
+        for name in ("return_beam_trace", "compile", "prepack"):
+            _check_flag(name, getattr(self, name))
 
     @property
     def tries(self) -> tuple[TokenTrie, ...] | None:
@@ -111,7 +117,7 @@ class Options:
 
     def unknown_to_transformers(self) -> dict[str, Any]:
         """What was asked for that transformers' own search would leave out, or do in another way."""
-        same_result = ("beam_attention", "kv_dtype")
+        same_result = ("beam_attention", "kv_dtype", "compile", "prepack")
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
