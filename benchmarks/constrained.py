@@ -20,11 +20,8 @@ costs in a batch of W.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -38,6 +35,7 @@ import transformers
 import hf_paged_beam  # noqa: F401  registers the name
 from hf_paged_beam import TokenTrie
 
+from .harness import record_of_run, seconds_of
 from .models import random_llama, random_prompts
 
 CODES, LENGTH = 8192, 4
@@ -56,12 +54,6 @@ def prefix_function(items: torch.Tensor) -> Callable[[int, torch.Tensor], list[i
             following.setdefault(tuple(item[:end]), set()).add(item[end])
     lists = {beginning: sorted(tokens) for beginning, tokens in following.items()}
     return lambda prompt, ids: lists[tuple(ids.tolist())]
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 RUNS = ("free", "trie", "among", "stock")
@@ -88,7 +80,7 @@ def measure(width: int, prompt: int, trie: TokenTrie, allowed: Callable, rounds:
     taken: dict[str, list[float]] = {name: [] for name in RUNS}
     for _ in range(rounds):
         for name in RUNS:
-            taken[name].append(seconds(runs[name]))
+            taken[name].append(seconds_of(runs[name], model.device))
     return {
         "num_beams": width,
         "prompt_length": prompt,
@@ -141,13 +133,10 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure_all(arguments.widths, arguments.prompt, arguments.items, arguments.rounds)
     figures = {
         "cells": rows,
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                    "threads": arguments.threads},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "date": datetime.date.today().isoformat(),
+        **record_of_run(arguments.threads),
         "dtype": "float32",
         "rounds": arguments.rounds,
-    }  # fmt: skip
+    }
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures))

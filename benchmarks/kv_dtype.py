@@ -15,7 +15,6 @@ a cache, so that what is reported is what was lost, not what the rounded search 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from pathlib import Path
@@ -28,6 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_paged_beam
 from hf_paged_beam import pronunciation
 from hf_paged_beam.cache import KV_DTYPES
+
+from .harness import record_of_run
 
 RESULTS = Path(__file__).parent / "results" / "kv_dtype.json"
 WORDS = (
@@ -122,9 +123,7 @@ def record(name: str, rows: list[dict[str, Any]], num_beams: int) -> None:
     """Put the rows of one model among the committed results."""
     kept = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
     results = {
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__.split("+")[0],
-        "transformers": transformers.__version__,
+        **record_of_run(torch.get_num_threads()),
         "num_beams": num_beams,
         "models": {**kept, name: rows},
     }

@@ -14,13 +14,12 @@ import argparse
 import json
 import sys
 
-import torch
 import transformers
 
 import hf_paged_beam
-from hf_paged_beam import versions
 
 from .models import random_llama, random_prompts
+from .physics import usage_of_steps
 
 LLAMA_3_8B = {"layers": 32, "key_value_heads": 8, "head_size": 128, "bytes_per_number": 2}
 
@@ -30,28 +29,11 @@ def bytes_per_token(shape: dict[str, int]) -> int:
     return 2 * shape["layers"] * shape["key_value_heads"] * shape["head_size"] * shape["bytes_per_number"]
 
 
-class StepUsage(transformers.StoppingCriteria):
-    """Notes the cache's usage at every step; never stops anything."""
-
-    def __init__(self, cache: hf_paged_beam.PagedBeamCache):
-        self.cache = cache
-        self.seen: list[hf_paged_beam.CacheUsage] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        self.seen.append(self.cache.usage())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
 def search_usage(num_beams: int, prompt_length: int, new_tokens: int) -> list[hf_paged_beam.CacheUsage]:
     """Usage after every step of a search with a small random model."""
     model = random_llama("tiny")
-    cache = hf_paged_beam.PagedBeamCache(model.config, num_beams=num_beams)
-    usage = StepUsage(cache)
-    model.generate(
-        **random_prompts(model, 1, prompt_length), num_beams=num_beams, max_new_tokens=new_tokens, do_sample=False,
-        custom_generate="hf_paged_beam", stopping_criteria=[usage], **{versions.CACHE_ARGUMENT: cache},
-    )  # fmt: skip
-    return usage.seen
+    settings = {"num_beams": num_beams, "max_new_tokens": new_tokens, "do_sample": False}
+    return usage_of_steps(model, random_prompts(model, 1, prompt_length), **settings)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,11 +14,9 @@ times as often. What is padded to the widest is the attention's query alone.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,16 +26,11 @@ import transformers
 
 import hf_paged_beam  # noqa: F401  registers the name
 
+from .harness import record_of_run, seconds_of
 from .models import random_llama, random_prompts
 
 PROMPT, NEW = 100, 10
 RESULTS = Path(__file__).with_name("results") / "mixed.json"
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def measure(widths: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -61,7 +54,7 @@ def measure(widths: Sequence[int], rounds: int) -> dict[str, Any]:
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            taken[name].append(seconds(run))
+            taken[name].append(seconds_of(run, model.device))
     triples = list(zip(taken["lists"], taken["widest"], taken["alone"], strict=True))
     return {
         "widths": list(widths),
@@ -91,12 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{row['alone_over_lists']:11.2f} {row['lists_seconds']:8.3f}  {widths}",
             flush=True,
         )
-    results = {
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__.split("+")[0],
-        "transformers": transformers.__version__,
-        "rows": rows,
-    }
+    results = {**record_of_run(threads=2), "rows": rows}
     print(json.dumps(results))
     if arguments.record:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

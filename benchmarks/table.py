@@ -13,25 +13,50 @@ RESULTS = Path(__file__).parent / "results" / "compare.json"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """One row per cell: the ratio of seconds, prompt rows, keys and values, peak memory."""
-    lines = [
-        "| model | B | W | P | T | times faster | prompt rows | K/V MiB | peak MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+    """One row per cell: the ratio of seconds, plain and with the switches, prompt rows, keys and values, peak memory.
+
+    Rows, keys and peak are stock's and ours without further keywords; a column of what was not measured is left out.
+    """
+    cells = [_as_now(row) for row in results["cells"]]
+    switches = any("switches" in row["engines"] for row in cells)
+    head = ["model", "B", "W", "P", "T", "times faster", *(["with switches"] if switches else []), "prompt rows",
+            "K/V MiB", "peak MiB"]  # fmt: skip
+    lines = [_line(head), _line(["---"] * len(head)).replace(" ", "")]
+    return "\n".join([*lines, *(_line(_cells(row, switches=switches)) for row in cells)])
+
+
+def _cells(row: dict[str, Any], *, switches: bool) -> list[str]:
+    engines = row["engines"]
+    stock, plain = engines["stock"], engines["plain"]
+    with_switches = [f"{engines['switches']['ratio']:.2f}" if "switches" in engines else "–"] if switches else []
+    return [
+        *(str(row[name]) for name in ("model", "batch_size", "num_beams", "prompt_length", "new_tokens")),
+        f"{plain['ratio']:.2f}",
+        *with_switches,
+        f"{stock['prompt_rows']} → {plain['prompt_rows']}",
+        _mib(stock, plain, "kv_bytes"),
+        _mib(stock, plain, "peak_bytes"),
     ]
-    for row in results["cells"]:
-        numbers = " | ".join(str(row[name]) for name in ("batch_size", "num_beams", "prompt_length", "new_tokens"))
-        lines.append(
-            f"| {row['model']} | {numbers} | {row['ratio']:.2f} | {row['stock_prompt_rows']} → "
-            f"{row['ours_prompt_rows']} | {_pair(row, 'stock_kv_bytes', 'our_kv_bytes')} | "
-            f"{_pair(row, 'stock_peak_bytes', 'ours_peak_bytes')} |"
-        )
-    return "\n".join(lines)
 
 
-def _pair(row: dict[str, Any], stock: str, ours: str) -> str:
-    if row[stock] is None:
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _mib(stock: dict[str, Any], ours: dict[str, Any], name: str) -> str:
+    if stock.get(name) is None or ours.get(name) is None:
         return "–"
-    return f"{row[stock] / 2**20:.1f} → {row[ours] / 2**20:.1f}"
+    return f"{stock[name] / 2**20:.1f} → {ours[name] / 2**20:.1f}"
+
+
+def _as_now(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of results that were written before there were engines beside stock and plain, in today's layout."""
+    if "engines" in row:
+        return row
+    stock = {name: row[f"stock_{name}"] for name in ("prompt_rows", "kv_bytes", "peak_bytes")}
+    plain = {"ratio": row["ratio"], "prompt_rows": row["ours_prompt_rows"], "kv_bytes": row["our_kv_bytes"],
+             "peak_bytes": row["ours_peak_bytes"]}  # fmt: skip
+    return {**row, "engines": {"stock": stock, "plain": plain}}
 
 
 if __name__ == "__main__":

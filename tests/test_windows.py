@@ -11,6 +11,7 @@ from comparing import check_equal, check_same_call, returned_cache, search_both
 from tiny_models import prompts, prompts_for, tiny_model
 
 from hf_paged_beam import PagedBeamCache
+from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import PoolLayer
 from hf_paged_beam.versions import CACHE_ARGUMENT
 
@@ -30,9 +31,19 @@ def sliding_layers(cache: Any) -> list[PoolLayer]:
 @pytest.mark.parametrize("path", ["folded", "gathered"])
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 40])
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
-def test_prompts_shorter_and_longer_than_the_window(kind: str, length: int, path: str) -> None:
+def test_prompts_shorter_and_longer_than_the_window(
+    kind: str, length: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal to stock; of the prompt a layer keeps what the next token sees, one less than the window."""
     model = windowed(kind)
+    slots, told = [], BeamIndex.set_high_water
+
+    def note(index: BeamIndex, report: int) -> int:
+        needed = told(index, report)
+        slots.append(index.tree_slots)
+        return needed
+
+    monkeypatch.setattr(BeamIndex, "set_high_water", note)
     _, ours = check_same_call(
         model, prompts_for(model, kind, 2, length=length), **CALL, ours_only={"beam_attention": path}
     )
@@ -42,7 +53,7 @@ def test_prompts_shorter_and_longer_than_the_window(kind: str, length: int, path
     for layer in layers:
         kept = min(cache.index.prompt_length, WINDOW - 1)
         assert layer.dropped == cache.index.prompt_length - kept
-        assert layer._keys.shape[2] <= kept + cache.index.tree_slots + max(cache.index.slots_in_use // 8, 8) + 8
+        assert layer._keys.shape[2] <= kept + max(slots) + max((length + max(slots)) // 8, 8) + 8
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])

@@ -32,7 +32,7 @@ class CacheUsage:
     """What a cache holds. Slots are counted over all prompts, in one layer; bytes over all layers.
 
     Attributes:
-        slots: slots in use, the prompts' and up to the high-water mark of the trees.
+        slots: slots in use, the prompts' and up to the highest that a beam sees.
         live: slots that some beam sees.
         free: slots in use that no beam sees; they are reused first.
         bytes_held: bytes of key and value storage, spare room and cross-attention included.
@@ -134,7 +134,7 @@ class BeamVerbs:
             parents: ``[R]`` int64, row that each beam continues, counted over the whole batch.
 
         Returns:
-            0-dim int64: the highest slot given; the host must hand it to `grow` before the next forward pass.
+            0-dim int64, not negative: a report that the host must hand to `grow` before the next forward pass.
         """
         self._reorder_rows(parents)
         return self.index.fork(parents)
@@ -159,9 +159,21 @@ class BeamVerbs:
         self._reorder_rows(rows)
         return rows
 
-    def grow(self, highest_slot: int) -> None:
-        """Make room for slots beside the prompt, up to `highest_slot` (the pools grow when they are next written)."""
-        self.index.set_high_water(highest_slot)
+    def keep_slots(self) -> None:
+        """Let no token move to another slot in this search, because the caller notes `newest_slots`."""
+        self.index.keeps_slots = True
+
+    def grow(self, report: int) -> None:
+        """Make room for the slots that the last `fork` gave (the pools grow when they are next written).
+
+        Where the live slots lie too far apart, they move together: see index.py.
+        """
+        needed = self.index.set_high_water(report)
+        if self.index.is_sparse(needed):
+            old, new = self.index.compact(needed)
+            for layer in self._pool_layers():
+                if layer.length > self.index.prompt_length:  # one that takes no part in decoding has no such slots
+                    layer.move(old, new)
 
     def rewind(self, row_layers: list[Any] | None = None) -> None:
         """Forget what the current step wrote, so that it can be run again.
@@ -272,7 +284,7 @@ class BeamVerbs:
         parents = beam_idx.to(torch.int64)
         if not self.index.decoding:
             self._end_wide_prompt(parents)
-        self.index.set_high_water(int(self.index.fork(parents)))  # host read: transformers' loop, not ours
+        self.grow(int(self.index.fork(parents)))  # host read: transformers' loop, not ours
 
     def _end_wide_prompt(self, parents: torch.Tensor) -> None:
         own = torch.arange(parents.shape[0], device=parents.device) // self.num_beams

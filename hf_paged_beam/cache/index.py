@@ -12,6 +12,13 @@ need no table. What it generated is one row of `paths`:
 Both beams share what they generated in their first three steps. Slot 5 holds a token that no beam's path names any
 more: it is free, and will be reused. So was slot 1, and the fourth step reused it. Whether a slot is live is derived
 from the table, not counted: a slot is live if some path names it.
+
+What is read of a pool ends with the highest slot that a path names. A long path that stays while many others end can
+stand in high slots with many free ones below; where more than `MOST_READ` times the live slots would be read, the live
+ones from the end move into the lowest free ones:
+
+    beam 0: 0 4 8     0 1 2 3 4 5 6 7 8        0 1 2 3        beam 0: 0 2 3
+    beam 1: 0 4 1     o o . . o . . . o   ->   o o o o        beam 1: 0 2 1        slot 4 became 2, slot 8 became 3
 """
 
 from __future__ import annotations
@@ -24,6 +31,12 @@ import torch
 
 from .rows import BeamRows
 
+MOST_READ = 1.25
+"""Slots that are read over those that the largest tree, and its prompt, need. More than that, and slots move."""
+
+_FREE = 1 << 32
+"""Of what `fork` reports, the part above counts free slots, the part below is a slot."""
+
 
 class BeamIndex:
     """The index table shared by all layers of a `PagedBeamCache`.
@@ -34,8 +47,8 @@ class BeamIndex:
         prompt_length: `P`, tokens of the prompt (columns, padding included); 0 until the prompt is complete.
         decoding: whether the prompt is complete, so that each further token belongs to one beam alone.
         paths: ``[R, t]`` int64, tree slot of each generated position of each beam; empty during the prompt.
-        tree_slots: slots in use beside the prompt's, a high-water mark kept on the host; every number in `paths`
-            is smaller.
+        tree_slots: slots in use beside the prompt's, known on the host: every number in `paths` is smaller.
+        keeps_slots: whether a slot's number must stay what it was, because somebody has noted it.
         slots_in_use: ``prompt_length + tree_slots``, the part of each pool that is read.
         folded: whether layers answer with the pool (for the folded attention) or with one row per beam.
         handed: in a folded step, the key tensors that layers gave to the model, by identity, with their layer. They
@@ -53,6 +66,8 @@ class BeamIndex:
         self.prompt_length = 0
         self.tree_slots = 0
         self.slots_in_use = 0
+        self.keeps_slots = False
+        self._offered = 0  # tree slots that the last `fork` chose from
         self.decoding = False
         self.paths = torch.empty(0, 0, dtype=torch.int64)
         self._write_slots = torch.empty(0, dtype=torch.int64)
@@ -108,18 +123,64 @@ class BeamIndex:
             parents: ``[R]`` int64, row (counted over the batch) that each beam continues.
 
         Returns:
-            0-dim int64: the highest tree slot that was given, for `set_high_water` once the host has read it.
+            0-dim int64, not negative: a report for `set_high_water`, once the host has read it.
         """
         inherited = self.paths.index_select(0, parents)  # [R, t]
-        slots = self.beams.rows(self._lowest_free(inherited))  # [R]
+        self._offered = self.tree_slots + self.beams.width
+        free_so_far = self._free(inherited, self._offered).cumsum(-1)  # [B, S] free up to each slot
+        lowest = torch.searchsorted(free_so_far, self._wanted)  # [B, W] where the 1st, 2nd, ... W-th free slot is met
+        slots = self.beams.rows(lowest)  # [R]
         self.paths = torch.cat([inherited, slots.unsqueeze(1)], dim=1)
         self._write_slots = slots + self.prompt_length
-        return slots.amax()
+        return torch.add(self.paths.amax(), free_so_far[:, -1].amin(), alpha=_FREE)
 
-    def set_high_water(self, highest_slot: int) -> None:
-        """Tell the highest tree slot that the last `fork` gave. Slots once used stay counted."""
-        self.tree_slots = max(self.tree_slots, highest_slot + 1)
-        self.slots_in_use = self.prompt_length + self.tree_slots
+    def set_high_water(self, report: int) -> int:
+        """Set `tree_slots` to what the last `fork` reported, which may be less than before.
+
+        Args:
+            report: the highest tree slot that a path names, and, times `_FREE`, the fewest free slots that a prompt had
+                before it was given new ones (0 if that is not known).
+
+        Returns:
+            Slots that the largest tree needs at most.
+        """
+        least_free, highest_slot = divmod(report, _FREE)
+        self._set_slots(highest_slot + 1)
+        return self._offered - least_free + self.beams.width
+
+    def _set_slots(self, tree_slots: int) -> None:
+        self.tree_slots, self.slots_in_use = tree_slots, self.prompt_length + tree_slots
+
+    def is_sparse(self, needed: int) -> bool:
+        """Whether slots should move, given how many the largest tree needs."""
+        return not self.keeps_slots and self.slots_in_use > MOST_READ * (self.prompt_length + needed)
+
+    def compact(self, needed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Renumber the slots from `needed` on, so that all are smaller; after `set_high_water`, before the next write.
+
+        Slots that the last `fork` gave stay: they were the lowest free ones, so that below them all are live. How many
+        others move is not known, for the host reads nothing: places that are left over name slot `needed` twice.
+
+        Args:
+            needed: slots that the largest tree needs at most, less than `tree_slots`.
+
+        Returns:
+            Two ``[B, n]`` int64: pool slots (prompt included) whose keys must move, and where to.
+        """
+        free = self._free(self.paths, self.tree_slots)  # [B, S]
+        live_so_far = (~free[:, needed:]).cumsum(-1)  # [B, S - needed], counted from slot `needed` on
+        most = min(needed, self.tree_slots - needed)
+        wanted = torch.arange(1, most + 1, device=free.device).expand(self.batch_size, -1).contiguous()
+        old = torch.searchsorted(live_so_far, wanted) + needed  # [B, n]
+        new = torch.searchsorted(free[:, :needed].cumsum(-1), wanted)
+        below = torch.arange(needed, device=free.device).expand(self.batch_size, -1)
+        renumbered = torch.cat([below, new.gather(1, (live_so_far - 1).clamp_min_(0))], dim=1)  # [B, S]
+        named = self.beams.cells(self.paths).view(self.batch_size, -1)
+        self.paths = self.beams.rows_of_cells(renumbered.gather(1, named).view(-1, self.paths.shape[1]))
+        unused = old == self.tree_slots
+        self._set_slots(needed)
+        places = [slots.masked_fill(unused, needed) + self.prompt_length for slots in (old, new)]
+        return places[0], places[1]
 
     def note_handed(self, keys: torch.Tensor, layer: Any) -> None:
         """In a folded step: these very keys go to the model."""
@@ -129,11 +190,6 @@ class BeamIndex:
     def drop_pending(self) -> None:
         """Take back the slots that the last `fork` gave."""
         self.paths = self.paths[:, :-1].contiguous()
-
-    def _lowest_free(self, paths: torch.Tensor) -> torch.Tensor:
-        """The `W` lowest slots of each prompt that no path names: ``[B, W]`` int64."""
-        free_so_far = self._free(paths, self.tree_slots + self.beams.width).cumsum(-1)  # [B, S] free up to each slot
-        return torch.searchsorted(free_so_far, self._wanted)  # where the 1st, 2nd, ... W-th free slot is met
 
     def _free(self, paths: torch.Tensor, slots: int) -> torch.Tensor:
         """``[B, slots]`` bool: which tree slots none of the given paths names."""

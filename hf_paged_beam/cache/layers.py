@@ -264,6 +264,21 @@ class PoolLayer(_IndexedLayer):
         for name in self.STORED:
             setattr(self, name, self._with_room(getattr(self, name), spare=1))
 
+    def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Move what stands in some slots into others, in place: the pools stay where they are.
+
+        Args:
+            old, new: ``[B, n]`` int64, as `BeamIndex.compact` returned them.
+        """
+        for pool in self._held():
+            old, new = old.to(pool.device), new.to(pool.device)
+            if pool.shape[0] == 1:
+                moved = pool.index_select(2, old[0] - self.dropped)
+                pool.index_copy_(2, new[0] - self.dropped, moved)
+            else:
+                prompts = torch.arange(len(old), device=pool.device).unsqueeze(1)
+                pool[prompts, :, new - self.dropped] = pool[prompts, :, old - self.dropped]
+
     def end_prompt(self) -> None:
         """Keep of the prompt what further tokens can see."""
         self.wide_prompt = False

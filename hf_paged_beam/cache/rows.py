@@ -97,7 +97,11 @@ class BeamRows:
             parents: ``[B, W]`` int64, beam of its prompt that each beam continues. A spare one, as where a prompt is
                 done, stands for the first.
         """
+        return self.rows(self.row_of(parents))
+
+    def row_of(self, beams: torch.Tensor) -> torch.Tensor:
+        """The row of each beam, ``[B, n]`` int64 to ``[B, n]``. A spare one stands for its prompt's first."""
         if self.even:
-            return (parents + self.first).flatten()
-        cells = torch.arange(0, parents.numel(), self.width, device=parents.device).unsqueeze(1) + parents
-        return self.rows(self._row_of_cell[cells])
+            return beams + self.first
+        cells = torch.arange(0, self.batch_size * self.width, self.width, device=beams.device).unsqueeze(1) + beams
+        return self._row_of_cell[cells]

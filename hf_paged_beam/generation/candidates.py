@@ -1,9 +1,13 @@
 """The `K` best continuations of each prompt.
 
-A candidate's score is its beam's score plus a token score, so that the best `K` of all are among each beam's best `K`:
-one `topk` per row over `V`, then one over ``N · k``. That equals a `topk` over ``N · V`` (ties aside) and is
-much cheaper. Sampling without replacement is the same with Gumbel noise added (Kool et al. 2019, arXiv:1903.06059):
-the `K` largest of ``log p + Gumbel`` are `K` draws without replacement.
+A candidate's score is its beam's score plus a token score. The best `K` of all ``N · V`` are found by their blocks: a
+row of `V` token scores is cut into blocks, and the best `K` stand in the `K` blocks with the largest maxima, since a
+better one elsewhere would make its block's maximum larger. So all scores are read once, for the maxima, and only
+``K · _BLOCK`` of them a second time. That equals a `topk` over ``N · V`` (ties aside), and is 30 times as quick as one
+and 5 to 12 times as quick as a `topk` for each row.
+
+Sampling without replacement is the same with Gumbel noise added (Kool et al. 2019, arXiv:1903.06059): the `K` largest
+of ``log p + Gumbel`` are `K` draws without replacement.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from .rules import Rules
 from .state import Candidates
 
 _SMALL = 2**16
-"""Up to this many log-probabilities are searched in one `topk`: few short calls on one thread, where what is right for
-more (a `topk` for each row) would mostly wait for threads to wake. With tiny models that was worth 3% of a whole
-search on a CPU; from about 10 rows of 32,000 on, a `topk` for each row is twice as quick."""
+"""Up to this many log-probabilities are searched in one `topk`: fewer calls. With tiny models that was worth 3% of a
+whole search on a CPU."""
+
+_BLOCK = 128
+"""Tokens of a block. Of 16 to 256, this and 64 were the quickest for rows of 32,000 and 151,936, 4 to 400 of them."""
 
 
 def best_candidates(
@@ -35,8 +41,8 @@ def best_candidates(
     count = rules.num_candidates
     if log_probs.numel() <= _SMALL and (beams is None or beams.even):
         return _only_own(_flat(log_probs, running_scores, count), rules)
-    token_scores, tokens = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)  # [R, k]
-    return merge(tokens, token_scores, running_scores, rules, beams)
+    scores, parents, tokens = largest(log_probs, running_scores, count, beams)
+    return _candidates(scores, parents, tokens, _of(log_probs, parents, tokens, beams), rules)
 
 
 def _flat(log_probs: torch.Tensor, running_scores: torch.Tensor, count: int) -> Candidates:
@@ -69,8 +75,10 @@ def sampled_candidates(
     """
     smallest = torch.finfo(torch.float32).tiny
     gumbel = torch.empty_like(log_probs).exponential_().clamp_(min=smallest).log_().neg_()
-    perturbed, tokens = gumbel.add_(log_probs).topk(min(rules.num_candidates, log_probs.shape[-1]), dim=-1)
-    drawn = merge(tokens, log_probs.gather(-1, tokens), running_scores, rules, beams, rank_by=perturbed)
+    perturbed, parents, tokens = largest(gumbel.add_(log_probs), running_scores, rules.num_candidates, beams)
+    token_scores = _of(log_probs, parents, tokens, beams)
+    scores = (token_scores + running_scores.gather(1, parents)).where(perturbed > -torch.inf, -torch.inf)
+    drawn = _candidates(scores, parents, tokens, token_scores, rules)
     if not versions.SAMPLES_ARE_SORTED:
         return drawn
     scores, order = drawn.scores.sort(dim=-1, descending=True)
@@ -82,37 +90,58 @@ def sampled_candidates(
     )
 
 
-def merge(
-    tokens: torch.Tensor,
-    token_scores: torch.Tensor,
-    running_scores: torch.Tensor,
-    rules: Rules,
-    beams: BeamRows | None,
-    rank_by: torch.Tensor | None = None,
-) -> Candidates:
-    """The best of a prompt among the best `k` of each of its rows.
+def largest(
+    values: torch.Tensor, running_scores: torch.Tensor, count: int, beams: BeamRows | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest of ``values + running_scores`` over all beams of each prompt.
 
     Args:
-        tokens, token_scores: ``[R, k]``.
+        values: ``[R, V]``.
         running_scores: ``[B, N]``.
-        rules: of each prompt.
+        count: how many to find.
         beams: the rows of a step; None for as many of each prompt, in order.
-        rank_by: ``[R, k]``, taken in place of `token_scores` to rank.
+
+    Returns:
+        The sums, ``[B, k]``, largest first, and the beam and token of each, int64; k is `count`, or ``N · V`` where
+        that is less. Beam and token of a sum of -inf are those of any.
     """
-    batch, per_row = running_scores.shape[0], tokens.shape[-1]
-    tokens, token_scores = in_grid(tokens, batch, beams), in_grid(token_scores, batch, beams)  # [B, N, k]
-    sums = running_scores.unsqueeze(-1)  # -inf in spare cells
-    scores = (token_scores + sums).flatten(1)  # [B, N·k]
-    ranked = scores if rank_by is None else (in_grid(rank_by, batch, beams) + sums).flatten(1)
-    kept = min(rules.num_candidates, scores.shape[-1])
-    best, places = ranked.topk(kept, dim=-1)  # [B, K]
-    found = Candidates(
-        scores=best if rank_by is None else scores.gather(1, places),
-        tokens=tokens.flatten(1).gather(1, places),
-        parents=places // per_row,
-        token_scores=token_scores.flatten(1).gather(1, places),
-    )
-    return _only_own(pad_candidates(found, rules.num_candidates - kept), rules)
+    batch, vocabulary = running_scores.shape[0], values.shape[-1]
+    whole = vocabulary // _BLOCK
+    maxima = values[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).amax(-1)  # [R, n]
+    if whole * _BLOCK < vocabulary:
+        maxima = torch.cat([maxima, values[:, whole * _BLOCK :].amax(-1, keepdim=True)], dim=1)
+    blocks = maxima.shape[1]
+    sums = (in_grid(maxima, batch, beams) + running_scores.unsqueeze(-1)).flatten(1)  # [B, N·n]
+    best = sums.topk(min(count, sums.shape[1]), dim=1).indices  # [B, k]
+    parents, first = best // blocks, best % blocks * _BLOCK
+    tokens = first.unsqueeze(-1) + torch.arange(_BLOCK, device=best.device)  # [B, k, _BLOCK]
+    inside, tokens = tokens < vocabulary, tokens.clamp(max=vocabulary - 1)
+    rows = _rows(parents, values.shape[0], beams)
+    found = values.reshape(-1).take(rows.unsqueeze(-1) * vocabulary + tokens).where(inside, -torch.inf)
+    found = (found + running_scores.gather(1, parents).unsqueeze(-1)).flatten(1)
+    largest_sums, places = found.topk(min(count, running_scores.shape[1] * vocabulary), dim=1)  # [B, k]
+    return largest_sums, parents.gather(1, places // _BLOCK), tokens.flatten(1).gather(1, places)
+
+
+def _of(values: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor, beams: BeamRows | None) -> torch.Tensor:
+    """Of ``[R, V]``, those of some beams and tokens, ``[B, k]`` each."""
+    return values.reshape(-1).take(_rows(parents, values.shape[0], beams) * values.shape[-1] + tokens)
+
+
+def _candidates(
+    scores: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor, token_scores: torch.Tensor, rules: Rules
+) -> Candidates:
+    """As many as asked for, of what was found ``[B, k]``."""
+    found = Candidates(scores=scores, tokens=tokens, parents=parents, token_scores=token_scores)
+    return _only_own(pad_candidates(found, rules.num_candidates - tokens.shape[1]), rules)
+
+
+def _rows(parents: torch.Tensor, count: int, beams: BeamRows | None) -> torch.Tensor:
+    """``[B, k]`` int64: the row of each beam, of `count` rows."""
+    batch = parents.shape[0]
+    if beams is None:
+        return parents + torch.arange(0, count, count // batch, device=parents.device).unsqueeze(1)
+    return beams.row_of(parents)
 
 
 def in_grid(rows: torch.Tensor, batch_size: int, beams: BeamRows | None) -> torch.Tensor:

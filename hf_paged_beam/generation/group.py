@@ -24,7 +24,7 @@ from .diverse import TakenTokens, TokensTakenPenalty, advance_group, taken_in_tu
 from .history import History
 from .per_prompt import put_early, with_own_limits
 from .rules import Rules
-from .scores import ProcessedScores
+from .scores import LogSoftmax, ProcessedScores
 from .settings import SearchSettings
 from .state import Candidates, Chosen, SearchState
 from .stochastic import Draws
@@ -63,6 +63,7 @@ class BeamGroup:
         self.all_beams = BeamRows(self.rules.widths, self.rules.width, device)
         self.constraint = _constraint(call)
         self.process = ProcessedScores(self._processors(call.processors))
+        self.log_softmax = LogSoftmax(reuse=not (self.process.needs_rows or settings.output_scores))
         self.stopping = CandidateStopping(call.criteria)
         self.coverage = _coverage(call)
         self.draws: Draws | None = None
@@ -149,7 +150,7 @@ class BeamGroup:
         """The candidates, and the kept scores of all steps so far."""
         running_scores, rules, beams = self.state.running_scores, self.rules, self.beams
         if self.constraint is not None and self._looks_up_children:
-            raw = logits.float() if self.settings.options.trie_renormalize else logits.float().log_softmax(-1)
+            raw = logits.float() if self.settings.options.trie_renormalize else self.log_softmax(logits)
             return self.constraint.candidates(raw, running_scores, rules, beams, column_of), None
         log_probs = self._processed(logits)
         kept = keep_scores(log_probs)
@@ -164,7 +165,7 @@ class BeamGroup:
 
     def _processed(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed log-probabilities ``[R, V]``, in the first step of one row per prompt, or per beam if one asks."""
-        log_probs = logits.float().log_softmax(-1)
+        log_probs = self.log_softmax(logits)
         if self.ids is None or not self.process.needs_rows:
             return log_probs
         if self.beams is not None:

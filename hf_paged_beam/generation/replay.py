@@ -112,8 +112,8 @@ class Replays:
     def _slots(self) -> int:
         """`S`: slots that pools have now, the smallest of their sizes that is enough."""
         index = self._cache.index
-        room = next(room for room in self._rooms if room >= index.tree_slots)
-        return -(-(index.prompt_length + room) // _SLOT_STEP) * _SLOT_STEP
+        self._rooms = [room for room in self._rooms if room >= index.tree_slots]  # never smaller again
+        return -(-(index.prompt_length + self._rooms[0]) // _SLOT_STEP) * _SLOT_STEP
 
     def _new(self, step: CapturedStep, inputs: dict[str, Any], slots: int) -> Graph:
         for layer in self._cache.indexed_layers():

@@ -37,6 +37,29 @@ _ROW_BY_ROW = tuple(
 first step. All others (the prefix constraint, guidance, the user's own) get one row per beam, as in transformers."""
 
 
+class LogSoftmax:
+    """Log-probabilities of a step's logits.
+
+    Args:
+        reuse: whether the same memory may hold those of every step, because nobody keeps them. New memory of this size
+            is three times as slow: with 100 rows of 151,936 numbers, 23 ms against 7 on a CPU of two cores.
+    """
+
+    def __init__(self, reuse: bool):
+        self._reuse = reuse
+        self._memory: torch.Tensor | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """``[R, V]`` of any dtype to ``[R, V]`` float32."""
+        logits = logits.float()
+        if not self._reuse:
+            return logits.log_softmax(-1)
+        if self._memory is None or self._memory.shape != logits.shape:
+            self._memory = None  # freed before the next is made
+            self._memory = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        return torch.log_softmax(logits, -1, out=self._memory)
+
+
 class ProcessedScores:
     """Applies transformers' logits processors.
 

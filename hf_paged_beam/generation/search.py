@@ -42,8 +42,8 @@ from .settings import SearchSettings
 from .state import Chosen
 
 _NOT_A_NUMBER = torch.iinfo(torch.int64).min
-"""What a step reports to the host where scores are NaN. Else it reports the highest slot of the next step, or, if the
-search is over, its complement, a negative number."""
+"""What a step reports to the host where scores are NaN. Else it reports what the cache must be told of the next step,
+or, if the search is over, its complement, a negative number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,8 @@ class BeamSearch:
             self.cache.begin_decode(self.batch_size, self.device, settings.widths)
         except NotImplementedError as error:
             raise HandOver(f"{type(call.model).__name__}: {error}") from error
+        if settings.options.return_beam_trace:
+            self.cache.keep_slots()
         decode = DecodeSteps(
             call.model,
             self.cache,
@@ -247,14 +249,14 @@ class BeamSearch:
     def _fork_and_read(self, chosen: Sequence[Chosen], decode: DecodeSteps) -> bool:
         """Fork the beams in the cache, and let the host read whether the search is over."""
         self._seat()
-        highest_slot = self.cache.fork(self.rows.parent_rows([one.parents for one in chosen]))
+        slots_report = self.cache.fork(self.rows.parent_rows([one.parents for one in chosen]))
         if self.settings.options.return_beam_trace:
             newest = [self.rows.of(number, self.cache.newest_slots()) for number in range(len(self.groups))]
             grids = [beams.grid(slots) for beams, slots in zip(self.rows.of_group, newest, strict=True)]
             self.slots.append(torch.cat(grids, dim=1))
         going_on_of = [group.rules.takes(group.state) for group in self.groups]
         go_on = functools.reduce(torch.logical_or, going_on_of)  # [B]
-        report = highest_slot.where(go_on.any(), ~highest_slot)
+        report = slots_report.where(go_on.any(), ~slots_report)
         for group in self.groups:
             best = group.candidates.scores.select(1, 0).amax()  # NaN if one is: it comes before all numbers
             report = report.where(best >= -torch.inf, _NOT_A_NUMBER)
