@@ -15,7 +15,7 @@ Read the package in the order in which a call goes through it:
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache
 from .door import PagedBeamMixin, beam_search, disable, enable, generate, register_name
 from .estimate import estimate, importance_weights
-from .generation import Options, TokenTrie
+from .generation import Options, TokenTrie, packed_bytes, release
 from .trace import BeamTrace
 
 __version__ = "0.1.0"
@@ -33,6 +33,8 @@ __all__ = [
     "estimate",
     "generate",
     "importance_weights",
+    "packed_bytes",
+    "release",
 ]
 
 register_name()

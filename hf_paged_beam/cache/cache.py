@@ -175,6 +175,10 @@ class BeamVerbs:
                 if layer.length > self.index.prompt_length:  # one that takes no part in decoding has no such slots
                     layer.move(old, new)
 
+    def grow_late(self, report: int | None) -> None:
+        """As `grow`, knowing only what the `fork` before the last one reported, or nothing at the first."""
+        self.index.bound_high_water(report)
+
     def rewind(self, row_layers: list[Any] | None = None) -> None:
         """Forget what the current step wrote, so that it can be run again.
 

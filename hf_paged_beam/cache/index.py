@@ -148,6 +148,11 @@ class BeamIndex:
         self._set_slots(highest_slot + 1)
         return self._offered - least_free + self.beams.width
 
+    def bound_high_water(self, report: int | None) -> None:
+        """Bound `tree_slots` from what the `fork` before the last one reported: the last gave the lowest free slots."""
+        highest_slot = -1 if report is None else report % _FREE
+        self._set_slots(highest_slot + 1 + self.beams.width)
+
     def _set_slots(self, tree_slots: int) -> None:
         self.tree_slots, self.slots_in_use = tree_slots, self.prompt_length + tree_slots
 

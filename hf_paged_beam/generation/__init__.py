@@ -3,6 +3,7 @@
 Read `search` first: it lists the steps and the file of each.
 """
 
+from .kept import packed_bytes, release
 from .prompt import OUR_CACHES, HandOver, reason_to_hand_over
 from .search import SearchCall, run_search
 from .settings import LISTED, Options, SearchSettings, check_counts, check_lists
@@ -20,6 +21,8 @@ __all__ = [
     "check_counts",
     "check_lists",
     "importance_weights",
+    "packed_bytes",
     "reason_to_hand_over",
+    "release",
     "run_search",
 ]

@@ -88,6 +88,11 @@ class BeamGroup:
         """Whether a processor or a criterion counts on the rows of all prompts in every step."""
         return self.process.wants_beam_rows or self.stopping.needs_rows
 
+    @property
+    def calls_user_code(self) -> bool:
+        """Whether a step calls processors or criteria that may count how often they are called."""
+        return self.process.needs_rows or self.stopping.needs_rows
+
     def keep_ids(self, input_ids: torch.Tensor) -> None:
         """Keep whole sequences, for the model's own preparation of inputs; before the first step."""
         self.ids = input_ids.unsqueeze(1)

@@ -34,10 +34,12 @@ from .decode import DecodeSteps
 from .diverse import TakenTokens
 from .group import BeamGroup, GroupRows
 from .head import NarrowHead
+from .late import READ_LATE_ON, LateReport
 from .linears import OneDnnLinears
 from .memory import explain_out_of_memory
 from .output import Found, StepOutputs, best_found, build_output
 from .prompt import HandOver, cache_with_prompt, prepare_cache, run_prompt
+from .replay import RECORDERS
 from .settings import SearchSettings
 from .state import Chosen
 
@@ -122,6 +124,7 @@ class BeamSearch:
         self.present = list(range(self.batch_size))  # prompts whose beams are rows of the model
         self.may_leave = self._prompts_may_leave()
         self.slots: list[torch.Tensor] = []  # of every step, for a trace
+        self.late = LateReport() if self._may_read_late() else None
 
     def _rows(self, widths: Sequence[int]) -> GroupRows:
         return GroupRows(widths, len(self.groups), self.settings.width, self.device)
@@ -136,7 +139,16 @@ class BeamSearch:
         returns_cache = settings.return_dict and not settings.differ
         callers_cache = self.call.model_kwargs.get(versions.CACHE_ARGUMENT) is self.cache
         traced = settings.options.return_beam_trace
-        return self.batch_size > 1 and not (reads_all or returns_cache or callers_cache or traced)
+        recorded = settings.options.compile and self.device.type in RECORDERS  # for so many rows
+        return self.batch_size > 1 and not (reads_all or returns_cache or callers_cache or traced or recorded)
+
+    def _may_read_late(self) -> bool:
+        """Whether the host may learn one step late that the search is over, so that a GPU never waits for it: nobody
+        sees that one more step was run."""
+        settings, options = self.settings, self.settings.options
+        seen = settings.return_dict or options.return_beam_trace or self.call.synced_gpus or self.may_leave
+        looks = len(self.groups) > 1 or options.draws_sequences or settings.do_sample or self.groups[0].calls_user_code
+        return options.compile and self.device.type in READ_LATE_ON and not (seen or looks)
 
     def run(self) -> Any:
         outputs, decode = self._prompt()
@@ -260,20 +272,37 @@ class BeamSearch:
         for group in self.groups:
             best = group.candidates.scores.select(1, 0).amax()  # NaN if one is: it comes before all numbers
             report = report.where(best >= -torch.inf, _NOT_A_NUMBER)
+        if self.late is not None and self.length < self.settings.max_new_tokens:
+            return self._read_late(self.late, report)
         if self.may_leave:
             told, *going_on = torch.cat([report.view(1), go_on.to(torch.int64)]).tolist()  # host read: once per step
         else:
             told, going_on = int(report), []  # host read: the stop test, once per step
-        if told == _NOT_A_NUMBER:
-            raise RuntimeError(
-                f"the scores at step {self.length} are NaN: the model's logits are NaN or infinite, or a logits "
-                f"processor made them so. Check the model's weights and dtype, or pass remove_invalid_values=True."
-            )
-        over = told < 0
+        over = self._is_over(told, self.length)
         self.cache.grow(~told if over else told)
         if going_on and not over:
             self._let_leave(going_on, decode)
         return over
+
+    def _read_late(self, late: LateReport, report: torch.Tensor) -> bool:
+        """Read what the step before this one reported. If that ended the search, this one changed nothing: prompts that
+        are done take no more sequences."""
+        told = late.swap(report)
+        if told is not None and self._is_over(told, self.length - 1):
+            self.cache.grow(~told)
+            return True
+        self.cache.grow_late(told)
+        return False
+
+    @staticmethod
+    def _is_over(told: int, length: int) -> bool:
+        """What a step of sequences of `length` tokens reported."""
+        if told == _NOT_A_NUMBER:
+            raise RuntimeError(
+                f"the scores at step {length} are NaN: the model's logits are NaN or infinite, or a logits "
+                f"processor made them so. Check the model's weights and dtype, or pass remove_invalid_values=True."
+            )
+        return told < 0
 
     def _seat(self) -> None:
         """Tell every group which rows of the model are its beams."""
