@@ -44,6 +44,7 @@ from transformers import cache_utils
 from hf_paged_beam import cache
 from hf_paged_beam.cache.index import BeamIndex
 from hf_paged_beam.cache.layers import PoolLayer
+from hf_paged_beam.generation import capture
 from hf_paged_beam.generation.decode import DecodeSteps
 from hf_paged_beam.generation.group import BeamGroup
 from hf_paged_beam.generation.search import BeamSearch
@@ -75,7 +76,9 @@ WRAPPED = [
 WRAPPED_OF_COMPILED = [
     (BeamSearch, "run", "loop"),
     (BeamSearch, "_prompt", "rest"),
-    (DecodeSteps, "__call__", "rest"),
+    (DecodeSteps, "__call__", "loop"),
+    (capture, "captured_step", "index"),
+    (capture.Captures, "run_compiled", "rest"),
     *(one for one in WRAPPED if one[0] in (BeamGroup, cache.PagedBeamCache)),
 ]
 """Nothing is put into what is compiled."""

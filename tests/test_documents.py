@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks import kv_dtype
+from benchmarks import kv_dtype, pages
 from benchmarks.memory import LLAMA_3_8B, bytes_per_token, search_usage
 from benchmarks.table import RESULTS, markdown
 from hf_paged_beam.cache import KV_DTYPES
@@ -25,6 +25,14 @@ def test_the_docs_show_what_fewer_bytes_cost() -> None:
     assert kv_dtype.markdown(results) in (ROOT / "docs" / "differences.md").read_text()
     for rows in results["models"].values():
         assert [row["stored"] for row in rows] == ["as computed", *KV_DTYPES]
+
+
+def test_the_performance_page_shows_the_committed_results() -> None:
+    """Its tables are made from the JSON of the runs."""
+    written = pages.PAGE.read_text()
+    assert pages.filled(written) == written
+    named = pages._BLOCK.findall(written)
+    assert {name for _, name, _ in named} == set(pages.TABLES)
 
 
 def test_memory_of_llama_3_8b() -> None:
