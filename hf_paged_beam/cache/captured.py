@@ -24,21 +24,23 @@ from .layers import CrossLayer, PoolLayer, write_slots
 from .step import CannotFoldError, traced
 
 
-class Grid:
+class EvenRows:
     """Rows where all prompts have as many beams: what `BeamRows` is to other steps.
 
     Args:
         batch_size: `B`.
         width: `W`.
+        device: where rows are chosen.
     """
 
-    def __init__(self, batch_size: int, width: int):
+    def __init__(self, batch_size: int, width: int, device: torch.device):
+        self._device = device
         self.batch_size, self.width, self.count = batch_size, width, batch_size * width
 
     @property
     def first(self) -> torch.Tensor:
         """``[B, 1]`` int64: row of each prompt's first beam."""
-        return torch.arange(self.batch_size).unsqueeze(1) * self.width
+        return torch.arange(self.batch_size, device=self._device).unsqueeze(1) * self.width
 
     def cells(self, rows: torch.Tensor) -> torch.Tensor:
         """Every row is a cell."""
@@ -70,7 +72,7 @@ class CapturedStep:
     def begin(self) -> None:
         """Forget what was computed in a pass; at the beginning of each."""
         batch, width, self.slots = self._visible.shape
-        self.beams = Grid(batch, width)
+        self.beams = EvenRows(batch, width, self._visible.device)
         self._handed: list[tuple[torch.Tensor, Any]] = []
         self._memo: list[tuple[tuple, tuple, torch.Tensor]] = []
         self._attended = 0
@@ -307,10 +309,10 @@ def forward_captured(model: Any, step: CapturedStep, cache: Any, inputs: dict[st
         inputs: of the model, without a cache and an attention mask.
     """
     step.begin()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         traced.step = step
     logits = model(**inputs, **{versions.CACHE_ARGUMENT: cache}, return_dict=True).logits
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         traced.step = None
     if not step.all_attended():
         raise CannotFoldError("the model's attention does not receive the cache's keys through the interface")

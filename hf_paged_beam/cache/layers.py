@@ -259,6 +259,11 @@ class PoolLayer(_IndexedLayer):
         """The slots that the index gave hold this step's tokens."""
         self.length = self.index.prompt_length + self.index.paths.shape[1]
 
+    @property
+    def has_written(self) -> bool:
+        """Whether they do."""
+        return self.length == self.index.prompt_length + self.index.paths.shape[1]
+
     def make_room(self) -> None:
         """Let the pool have all slots that the index may give for this step, and one more."""
         for name in self.STORED:
@@ -396,6 +401,7 @@ class CrossLayer(_IndexedLayer):
 
     is_sliding = False
     is_cross = True
+    has_written = True  # with the prompt
     dropped = 0
 
     def __repr__(self) -> str:

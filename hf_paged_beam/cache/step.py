@@ -39,7 +39,7 @@ traced = Traced()
 
 def current_step() -> Any:
     """The folded step that runs in this thread, or is being traced, if any: a `FoldedStep` or a `CapturedStep`."""
-    return traced.step if torch.compiler.is_compiling() else _current.get()
+    return traced.step if torch.compiler.is_dynamo_compiling() else _current.get()
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class Captures:
     def run_compiled(self, model: GenerativeModel, step: CapturedStep, cache: Any, inputs: dict[str, Any]) -> Any:
         """Logits ``[R, 1, V]``."""
         _leave_sizes_open(step, cache, inputs)
-        with _sizes_are_not_compared():
+        with _sizes_are_not_compared(), torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
             return self._compiled(model, step, cache, inputs)
 
 
@@ -117,6 +117,8 @@ class CapturedSteps:
         """
         if not self._begun:
             self._begin(inputs)
+        if not can_capture(self._cache):  # of this call, not of the model: no verdict
+            return as_written()
         kind = self._kind(inputs)
         left = self._kept.verdicts.get(kind, _CHECKED_STEPS)
         if isinstance(left, str):
@@ -127,14 +129,23 @@ class CapturedSteps:
             if is_out_of_memory(error):
                 raise
             return self._give_up(kind, _what_failed(error), as_written)
-        if not left:
+        replays = self._replays
+        is_old = replays is not None and replays.took_old
+        if not left and not is_old:
             for layer in self._cache.indexed_layers():
                 layer.note_written()
             return CausalLMOutput(logits=logits)
         outputs = as_written()  # writes the same keys into the same slots again
-        if not same_logits(logits[:, -1], outputs.logits[:, -1], self._model.dtype):
+        prompts = self._cache.index.batch_size
+        pairs = zip(logits[:, -1].chunk(prompts), outputs.logits[:, -1].chunk(prompts), strict=True)
+        if not all(same_logits(one, other, self._model.dtype) for one, other in pairs):
+            if replays is not None and is_old:  # the model is another since, in a way that a graph cannot see
+                replays.forget()
+                return outputs
             return self._give_up(kind, "its logits differ from those of the model as it is written", lambda: outputs)
-        self._kept.verdicts[kind] = left - 1
+        if not all(layer.has_written for layer in self._cache.indexed_layers()):
+            return self._give_up(kind, "some layers take no part in its decode steps", lambda: outputs)
+        self._kept.verdicts[kind] = max(left - 1, 0)
         return outputs
 
     def end(self, keep_cache: bool) -> None:
@@ -163,8 +174,11 @@ class CapturedSteps:
                 self._kept.captured += self._replays.take_count()
                 return logits
             step = captured_step(self._cache.index, self._padding)
-            with running(step):
-                return self._kept.run_compiled(self._model, step, captured_cache(self._cache, step), inputs)
+            try:
+                with running(step):
+                    return self._kept.run_compiled(self._model, step, captured_cache(self._cache, step), inputs)
+            finally:
+                step.begin()
 
     def _begin(self, inputs: dict[str, Any]) -> None:
         """Before the first step: ``[B, P]`` bool, False where the prompt is padding, if any is."""

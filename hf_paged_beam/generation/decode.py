@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from .. import versions
@@ -146,8 +147,19 @@ class DecodeSteps:
                 self._tried = self._found is not None
         self._kwargs = self._widen(self._kwargs)
         self._give_offsets()
-        if self._wants_capture and self.path == "folded" and not is_compiled(self._parts):
+        if (
+            self._wants_capture
+            and self.path == "folded"
+            and not is_compiled(self._parts)
+            and self._carries_only_a_cache
+        ):
             self._captured = CapturedSteps(self.model, self.cache, self._configs, self._most_slots)
+
+    @property
+    def _carries_only_a_cache(self) -> bool:
+        """Whether nothing but the logits is read of a step's outputs, to go into the next step's inputs."""
+        own = getattr(self.model._update_model_kwargs_for_generation, "__func__", None)
+        return own is GenerationMixin._update_model_kwargs_for_generation
 
     def end(self, *, keep_cache: bool) -> None:
         """After the last step.

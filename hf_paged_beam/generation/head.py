@@ -15,7 +15,6 @@ A narrow pass belongs to one context: the model's forward passes in other thread
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ from torch.nn.modules import module as hooks_of_all_modules
 
 from ..cache import is_compiled, parts_of
 from ..versions import GenerativeModel
-from .linears import LINEAR_FORWARD, StandIn, linear, own_forward
+from .linears import CHANGING, LINEAR_FORWARD, StandIn, is_held, linear, own_forward
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -86,7 +85,6 @@ def _counting_changes() -> Iterator[None]:
 _current: ContextVar[HeadPass | None] = ContextVar("hf_paged_beam_head_pass", default=None)
 _under_way: weakref.WeakKeyDictionary[torch.nn.Linear, int] = weakref.WeakKeyDictionary()
 """Heads that have a stand-in at present, and how many passes hold it."""
-_changing = threading.Lock()
 
 
 class _StandIn:
@@ -104,7 +102,7 @@ class _StandIn:
     def leave(self) -> None:
         """Put back what stood here: nothing, or what computes the layer as long as a search runs."""
         del self._head.forward
-        if isinstance(self._own, StandIn):
+        if isinstance(self._own, StandIn) and is_held(self._head):
             self._head.forward = self._own  # type: ignore[assignment]
 
 
@@ -112,7 +110,7 @@ class _StandIn:
 def standing_in(head_pass: HeadPass) -> Iterator[HeadPass]:
     """In this context, calls of the head are `head_pass`'s. Nothing of the model is different afterwards."""
     head = head_pass.head
-    with _changing:
+    with CHANGING:
         if head not in _under_way:
             head.forward = _StandIn(head)  # type: ignore[assignment]
         _under_way[head] = _under_way.get(head, 0) + 1
@@ -121,7 +119,7 @@ def standing_in(head_pass: HeadPass) -> Iterator[HeadPass]:
         yield head_pass
     finally:
         _current.reset(token)
-        with _changing:
+        with CHANGING:
             _under_way[head] -= 1
             if not _under_way[head]:
                 del _under_way[head]

@@ -75,10 +75,10 @@ class PackedWeight:
 
     _count = 0
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, number: int | None = None):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        PackedWeight._count += 1
-        self.number = PackedWeight._count
+        PackedWeight._count += number is None
+        self.number = PackedWeight._count if number is None else number
         self.bytes = weight.numel() * weight.element_size()
         _numbered[self.number] = self.packed
         self._mark = self._mark_of(weight)
@@ -91,14 +91,18 @@ class PackedWeight:
         """
         return self._mark == self._mark_of(weight) and torch.equal(self._sample, self._sample_of(weight))
 
+    def seems_of(self, weight: torch.Tensor) -> bool:
+        """As `is_of`, as far as can be told in a microsecond."""
+        return self._mark[0] == id(weight) and self._mark[2] == weight._version
+
     @staticmethod
     def _mark_of(weight: torch.Tensor) -> tuple:
         return id(weight), weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.stride()
 
     @staticmethod
     def _sample_of(weight: torch.Tensor) -> torch.Tensor:
-        flat = weight.detach().reshape(-1)
-        return flat[:: max(1, len(flat) // _SAMPLED)].clone()
+        places = torch.arange(max(weight.shape))  # an entry of every row and of every column
+        return weight.detach()[places % weight.shape[0], places % weight.shape[1]]
 
 
 class StandIn:
@@ -115,11 +119,31 @@ class StandIn:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         layer, packed = self._layer(), self.packed
         assert layer is not None  # who else would call
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if packed is None:
                 return torch.ops.hf_paged_beam.linear(hidden, layer.weight, layer.bias)
             return torch.ops.hf_paged_beam.packed_linear(hidden, packed.number, layer.out_features, layer.bias)
-        return _one_dnn(hidden, layer.weight if packed is None else packed.packed, layer.bias)
+        weight, bias = layer.weight, layer.bias
+        if not _computes(hidden, weight, bias):  # another caller's pass: gradients, autocast, another dtype or place
+            return LINEAR_FORWARD(layer, hidden)
+        if packed is not None and packed.seems_of(weight):
+            return _one_dnn(hidden, packed.packed, bias)
+        return _one_dnn(hidden, weight, bias)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return functools.partial(LINEAR_FORWARD, memo[id(self._layer())])
+
+    def __reduce__(self) -> tuple:
+        return functools.partial, (LINEAR_FORWARD, self._layer())
+
+
+def _computes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return (
+        hidden.dtype == weight.dtype
+        and hidden.device.type == weight.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 # One object for each layer, as long as it lives: what was compiled with it stays good.
@@ -142,7 +166,13 @@ def drop_packed(model: torch.nn.Module) -> None:
 
 _holders: dict[int, tuple[torch.nn.Linear, int]] = {}
 """Layers that have a stand-in at present, by identity, and how many searches hold it."""
-_changing = threading.Lock()
+CHANGING = threading.Lock()
+"""Held while a layer's `forward` is changed, here and in head.py."""
+
+
+def is_held(layer: torch.nn.Linear) -> bool:
+    """Whether some search has a stand-in for a layer."""
+    return id(layer) in _holders
 
 
 class OneDnnLinears:
@@ -159,7 +189,7 @@ class OneDnnLinears:
 
     def __enter__(self) -> OneDnnLinears:
         try:
-            with _changing:
+            with CHANGING:
                 for layer in self._layers():
                     self._hold(layer)
         except BaseException:  # the caller's Ctrl-C
@@ -173,7 +203,7 @@ class OneDnnLinears:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with _changing:
+        with CHANGING:
             while self._held:
                 layer = self._held.pop()
                 _, holders = _holders.pop(id(layer))
@@ -184,7 +214,7 @@ class OneDnnLinears:
 
     def _hold(self, layer: torch.nn.Linear) -> None:
         _, holders = _holders.get(id(layer), (layer, 0))
-        if not holders or (self._prepack and vars(layer)["forward"].packed is None):
+        if not holders or (self._prepack and self._stand_in(layer) is not vars(layer)["forward"]):
             layer.forward = self._stand_in(layer)  # type: ignore[assignment]
         _holders[id(layer)] = (layer, holders + 1)
         self._held.append(layer)
@@ -193,8 +223,10 @@ class OneDnnLinears:
         if not is_available() or is_compiled(self._parts):
             return
         dtypes = _PACKABLE if self._prepack else _PACKABLE[:1]  # bfloat16 is oneDNN's business anyway
+        # PEFT's layers take what they merged out of the weight in their own forward pass, as adapters are disabled
+        merged = {id(getattr(part, "base_layer", None)) for part in self._parts if getattr(part, "merged", False)}
         for part in self._parts:
-            if type(part) is torch.nn.Linear and _is_plain_layer(part, dtypes):
+            if type(part) is torch.nn.Linear and id(part) not in merged and _is_plain_layer(part, dtypes):
                 yield part
 
     def _stand_in(self, layer: torch.nn.Linear) -> StandIn:
@@ -202,7 +234,10 @@ class OneDnnLinears:
             return _plain.setdefault(layer, StandIn(layer, None))
         known = _packed.get(layer)
         if known is None or known.packed is None or not known.packed.is_of(layer.weight):
-            known = _packed[layer] = StandIn(layer, PackedWeight(layer.weight))
+            if known is None or known.packed is None:
+                known = _packed[layer] = StandIn(layer, PackedWeight(layer.weight))
+            else:  # under the same number: what was compiled with it stays good
+                known.packed = PackedWeight(layer.weight, known.packed.number)
         return known
 
 
@@ -236,6 +271,7 @@ def _is_plain_layer(layer: torch.nn.Linear, dtypes: tuple[torch.dtype, ...]) -> 
         (stands is None or isinstance(stands, StandIn))
         and torch.nn.Linear.forward is LINEAR_FORWARD
         and layer._compiled_call_impl is None
+        and layer._parameters.get("weight") is not None  # not one that a hook makes anew in every pass
         and _is_plain(layer.weight, layer.bias, dtypes)
     )
 
@@ -244,7 +280,7 @@ def _is_plain(weight: torch.Tensor, bias: torch.Tensor | None, dtypes: tuple[tor
     return (
         weight.numel() >= _SMALLEST
         and _is_plain_tensor(weight, dtypes)
-        and (bias is None or (_is_plain_tensor(bias, dtypes) and bias.dtype == weight.dtype))
+        and (bias is None or (_is_plain_tensor(bias, dtypes) and bias.dtype == weight.dtype and bias.is_contiguous()))
     )
 
 

@@ -81,17 +81,27 @@ class Replays:
         self._used: dict[tuple, Graph] = {}
         self._current: tuple | None = None
         self._recorded = 0
+        self.took_old = False  # whether the last step was the first of a graph that an earlier search recorded
 
     def __call__(self, inputs: dict[str, Any], padding: torch.Tensor | None) -> torch.Tensor:
         """Logits ``[R, 1, V]``, valid until the next step."""
         slots = self._slots()
         step = captured_step(self._cache.index, padding, slots)
         key = (slots, self._weights, _shapes(step, inputs), tuple(map(_places, self._cache.indexed_layers())))
+        self.took_old = False
         if key != self._current:
+            self.took_old = key not in self._used and key in self._kept
             self._used[key] = self._used.get(key) or self._kept.pop(key, None) or self._new(step, inputs, slots)
             self._move_into(self._used[key])
             self._current = key
         return self._used[key](step, inputs)
+
+    def forget(self) -> None:
+        """Drop the graphs that earlier searches recorded, and the present one."""
+        self._kept.clear()
+        if self._current is not None:
+            self._used.pop(self._current, None)
+        self._current = None
 
     def take_count(self) -> int:
         """How many steps were recorded since this was last asked."""
