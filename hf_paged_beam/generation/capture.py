@@ -42,6 +42,9 @@ from .same_logits import same_logits
 BACKEND = "inductor"
 """What compiles on a CPU."""
 
+_MOST_COMPILED = 4
+"""Captures after which a search begins with none, so that torch's limit of 8 is not met between searches."""
+
 _CHECKED_STEPS = 2
 """Steps that are run both ways before a capture is trusted: what was taken for a constant differs from one to the
 next."""
@@ -62,13 +65,26 @@ class Captures:
         self.captured = 0
         self.verdicts: dict[tuple, int | str] = {}
         self.graphs: dict[tuple, Graph] = {}
+        self._renew()
+
+    def begin(self) -> None:
+        """Before a search: what was compiled goes where torch would soon compile no more."""
+        if self.captured - self._captured_before >= _MOST_COMPILED:
+            self._renew()
+
+    def _renew(self) -> None:
+        self._captured_before = self.captured
         code = forward_captured.__code__.replace()  # its own: what is compiled hangs on it, and torch limits how much
         function = types.FunctionType(code, forward_captured.__globals__, forward_captured.__name__)
-        self._compiled = torch.compile(function, fullgraph=True, backend=self._count_and_compile)
+        kept = weakref.ref(self)  # torch holds the backend as long as the code, where no garbage collector looks
 
-    def _count_and_compile(self, graph: Any, inputs: list[torch.Tensor]) -> Callable:
-        self.captured += 1
-        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+        def count_and_compile(graph: Any, inputs: list[torch.Tensor]) -> Callable:
+            alive = kept()
+            if alive is not None:
+                alive.captured += 1
+            return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+        self._compiled = torch.compile(function, fullgraph=True, backend=count_and_compile)
 
     def run_compiled(self, model: GenerativeModel, step: CapturedStep, cache: Any, inputs: dict[str, Any]) -> Any:
         """Logits ``[R, 1, V]``."""
@@ -103,6 +119,7 @@ class CapturedSteps:
     def __init__(self, model: GenerativeModel, cache: Any, configs: Sequence[dict[str, Any]], most_slots: int):
         self._model, self._cache, self._configs = model, cache, configs
         self._kept = captures_of(model)
+        self._kept.begin()
         record = RECORDERS.get(cache.index.paths.device.type)
         self._replays = None if record is None else Replays(model, cache, self._kept.graphs, most_slots, record)
         self._padding: torch.Tensor | None = None
@@ -115,20 +132,23 @@ class CapturedSteps:
             inputs: as the model prepared them.
             as_written: runs the step without a capture.
         """
-        if not self._begun:
-            self._begin(inputs)
         if not can_capture(self._cache):  # of this call, not of the model: no verdict
             return as_written()
+        if not self._begun:
+            self._begin(inputs)
         kind = self._kind(inputs)
         left = self._kept.verdicts.get(kind, _CHECKED_STEPS)
         if isinstance(left, str):
             return as_written()
+        captured = self._kept.captured
         try:
             logits = self._run(inputs)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return self._give_up(kind, _what_failed(error), as_written)
+        if self._kept.captured != captured:
+            left = _CHECKED_STEPS  # what is new was never seen
         replays = self._replays
         is_old = replays is not None and replays.took_old
         if not left and not is_old:
@@ -165,8 +185,6 @@ class CapturedSteps:
         return names, self._padding is not None, index.batch_size > 1, attention_before(model.config), model.dtype
 
     def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
-        if not can_capture(self._cache):
-            raise NotImplementedError("its cache has layers with a state per beam, or prompts with other widths")
         inputs = {name: given for name, given in inputs.items() if name not in self._of_the_cache}
         with our_attention(self._configs):
             if self._replays is not None:
@@ -187,7 +205,7 @@ class CapturedSteps:
         self._of_the_cache = {versions.CACHE_ARGUMENT, mask_name}
         mask, index = inputs.get(mask_name), self._cache.index
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            real = mask[:: index.beams.width, : index.prompt_length].to(torch.bool)
+            real = index.beams.first_of_each(mask)[:, : index.prompt_length].to(torch.bool)
             self._padding = None if bool(real.all()) else real  # host read: once per search
 
     def leave(self, kept: list[int]) -> None:

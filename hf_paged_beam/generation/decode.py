@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules import module as hooks_of_all_modules
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
@@ -151,6 +152,7 @@ class DecodeSteps:
             self._wants_capture
             and self.path == "folded"
             and not is_compiled(self._parts)
+            and not _hooked(self._parts)
             and self._carries_only_a_cache
         ):
             self._captured = CapturedSteps(self.model, self.cache, self._configs, self._most_slots)
@@ -308,6 +310,12 @@ class DecodeSteps:
         if not self.model.config.is_encoder_decoder:
             return kwargs
         return widen_inputs(kwargs, self.cache.index.beams, part="encoder")
+
+
+def _hooked(parts: Sequence[torch.nn.Module]) -> bool:
+    """Whether something is called with what parts of a model get or return: a capture might not call it."""
+    everywhere = hooks_of_all_modules._global_forward_hooks or hooks_of_all_modules._global_forward_pre_hooks
+    return bool(everywhere) or any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
 def position_offsets(model: GenerativeModel, batch_size: int) -> list[tuple[Any, torch.Tensor]]:

@@ -46,7 +46,9 @@ class Graph:
         self.pools = [dict(_stored(layer)) for layer in cache.indexed_layers()]
         captured = captured_cache(cache, step)
         with running(step):
-            self._replay, self._logits = record(lambda: forward_captured(model, step, captured, self._inputs))
+            self._replay, self._logits = record(
+                lambda: forward_captured(model, step, captured, {**self._inputs, **_all_positions(model, step)})
+            )
 
     def __call__(self, step: CapturedStep, inputs: dict[str, Any]) -> torch.Tensor:
         """Logits ``[R, 1, V]``, valid until the next replay."""
@@ -117,7 +119,7 @@ class Replays:
         self._kept.update(self._used)
         self._used = {}
         for key in list(self._kept)[: max(0, len(self._kept) - _MOST_GRAPHS)]:
-            del self._kept[key]
+            self._kept.pop(key, None)  # another search may have taken it
 
     def _slots(self) -> int:
         """`S`: slots that pools have now, the smallest of their sizes that is enough."""
@@ -140,6 +142,13 @@ class Replays:
                     held = min(pool.shape[2], stored.shape[2])
                     pool[:, :, :held] = stored[:, :, :held]
                     setattr(layer, name, pool)
+
+
+def _all_positions(model: GenerativeModel, step: CapturedStep) -> dict[str, torch.Tensor]:
+    """A mask that masks nothing, ``[R, S]``: without one, some models read values to see whether they need one."""
+    name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    shape = (step.beams.count, step.slots)
+    return {name: torch.ones(shape, dtype=torch.int64, device=step.write_slots.device)}
 
 
 def _rooms(width: int, most_slots: int) -> list[int]:

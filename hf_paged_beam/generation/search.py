@@ -165,7 +165,8 @@ class BeamSearch:
             outputs = self._decode(decode, chosen)
         while self._other_ranks_search(over=True):
             decode(*self._next_inputs(chosen))
-        decode.end(keep_cache=self.settings.return_dict)
+        callers_cache = self.call.model_kwargs.get(versions.CACHE_ARGUMENT) is self.cache
+        decode.end(keep_cache=self.settings.return_dict or callers_cache)
         self.cache.end()
         return self._output(decode.beam_path)
 
