@@ -17,6 +17,7 @@ from benchmarks import breakdown, compare, growth, harness, peak, physics, proto
 from benchmarks.harness import RESULTS, Cell, Conditions
 from benchmarks.models import SHAPES, random_model, random_prompts
 from benchmarks.physics import Machine, ModelCost, Pass, passes
+from hf_paged_beam.generation import capture
 
 TINY = Cell("tiny", 1, 3, 7, 4)
 
@@ -310,11 +311,12 @@ def test_the_clock_charges_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("engine", ["plain", "switches", "stock"])
-def test_the_breakdown_sees_every_part(engine: str) -> None:
+def test_the_breakdown_sees_every_part(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is wrapped is called as often as it must be, and everything is as it was afterwards."""
     model = random_model("tiny")
     inputs = random_prompts(model, 1, TINY.prompt_length)
-    ours = {} if engine == "stock" else {"custom_generate": "hf_paged_beam"}
+    monkeypatch.setattr(capture, "BACKEND", "eager")
+    ours = {} if engine == "stock" else {"custom_generate": "hf_paged_beam", "compile": engine == "switches"}
 
     def call() -> Any:
         return model.generate(**inputs, **TINY.settings, **ours)

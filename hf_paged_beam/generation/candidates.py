@@ -77,7 +77,7 @@ def sampled_candidates(
     gumbel = torch.empty_like(log_probs).exponential_().clamp_(min=smallest).log_().neg_()
     perturbed, parents, tokens = largest(gumbel.add_(log_probs), running_scores, rules.num_candidates, beams)
     token_scores = _of(log_probs, parents, tokens, beams)
-    scores = (token_scores + running_scores.gather(1, parents)).where(perturbed > -torch.inf, -torch.inf)
+    scores = (token_scores + running_scores.gather(1, parents)).masked_fill(perturbed == -torch.inf, -torch.inf)
     drawn = _candidates(scores, parents, tokens, token_scores, rules)
     if not versions.SAMPLES_ARE_SORTED:
         return drawn

@@ -44,19 +44,26 @@ def _one_dnn(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 # Compiled code cannot hold weights in oneDNN's layout, and would lower a call with another one to something else: it
 # calls these two operators, which it does not look into.
-_library = torch.library.Library("hf_paged_beam", "FRAGMENT")
-_library.define("linear(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor")
-_library.define("packed_linear(Tensor hidden, int number, int out_features, Tensor? bias) -> Tensor")
-_library.impl("linear", _one_dnn, "CPU")
-_library.impl("linear", lambda hidden, weight, bias: hidden.new_empty(*hidden.shape[:-1], weight.shape[0]), "Meta")
-_library.impl(
-    "packed_linear", lambda hidden, number, out_features, bias: _one_dnn(hidden, _numbered[number], bias), "CPU"
-)
-_library.impl(
-    "packed_linear",
-    lambda hidden, number, out_features, bias: hidden.new_empty(*hidden.shape[:-1], out_features),
-    "Meta",
-)
+def _library() -> torch.library.Library:
+    """A library of this import's own: a package that is imported anew cannot define an operator again."""
+    names = ("hf_paged_beam" + "_again" * times for times in range(100))
+    own = next(name for name in names if not hasattr(getattr(torch.ops, name), "linear"))
+    library = torch.library.Library(own, "FRAGMENT")
+    library.define("linear(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor")
+    library.define("packed_linear(Tensor hidden, int number, int out_features, Tensor? bias) -> Tensor")
+    library.impl("linear", _one_dnn, "CPU")
+    library.impl("linear", lambda hidden, weight, bias: hidden.new_empty(*hidden.shape[:-1], weight.shape[0]), "Meta")
+    library.impl("packed_linear", _packed_linear, "CPU")
+    library.impl("packed_linear", lambda hidden, _, out, bias: hidden.new_empty(*hidden.shape[:-1], out), "Meta")
+    return library
+
+
+def _packed_linear(hidden: torch.Tensor, number: int, out_features: int, bias: torch.Tensor | None) -> torch.Tensor:
+    return _one_dnn(hidden, _numbered[number], bias)
+
+
+_kept_library = _library()
+_operators = getattr(torch.ops, _kept_library.ns)
 
 _numbered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 """Packed weights by number: compiled code knows them by it."""
@@ -121,8 +128,8 @@ class StandIn:
         assert layer is not None  # who else would call
         if torch.compiler.is_dynamo_compiling():
             if packed is None:
-                return torch.ops.hf_paged_beam.linear(hidden, layer.weight, layer.bias)
-            return torch.ops.hf_paged_beam.packed_linear(hidden, packed.number, layer.out_features, layer.bias)
+                return _operators.linear(hidden, layer.weight, layer.bias)
+            return _operators.packed_linear(hidden, packed.number, layer.out_features, layer.bias)
         weight, bias = layer.weight, layer.bias
         if not _computes(hidden, weight, bias):  # another caller's pass: gradients, autocast, another dtype or place
             return LINEAR_FORWARD(layer, hidden)
