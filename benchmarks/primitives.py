@@ -29,7 +29,7 @@ from hf_paged_beam.generation.candidates import largest
 
 from . import harness
 
-LINEARS = [(512, 512), (512, 1536), (512, 32000), (1024, 1024), (1024, 2816), (1024, 32000)]
+LINEARS = [(256, 512), (512, 512), (512, 1536), (512, 32000), (1024, 1024), (1024, 2816), (1024, 32000)]
 ROWS = [4, 10, 50, 200]
 SELECTIONS = [(10, 32000), (50, 32000), (10, 151936), (50, 151936), (100, 151936), (400, 151936)]
 ATTENTIONS = [(10, 100, 60), (50, 100, 400), (50, 1000, 150), (50, 8000, 150)]
@@ -100,7 +100,8 @@ def attention(width: int, prompt: int, tree: int) -> dict[str, float]:
     def merged() -> torch.Tensor:
         of_prompt, first = flash(query, key[:, :, :prompt], value[:, :, :prompt])
         of_tree, second = flash(query, key[:, :, prompt:], value[:, :, prompt:], attn_mask=mask[..., prompt:])
-        share = torch.sigmoid(first - second).view(1, -1, 4).transpose(1, 2).unsqueeze(-1)
+        gap = first - second  # log-sum-exps, by heads or by queries first
+        share = torch.sigmoid(gap if gap.shape[1] == 4 else gap.transpose(1, 2)).unsqueeze(-1)
         return of_tree + share * (of_prompt - of_tree)
 
     def whole() -> torch.Tensor:

@@ -28,9 +28,9 @@ from ..cache import is_compiled
 LINEAR_FORWARD = torch.nn.Linear.forward
 """What a plain layer runs; if somebody has replaced it, no layer is plain."""
 
-_SMALLEST = 2**18
-"""Weights of fewer entries stay with `torch.nn.functional.linear`: there, oneDNN's longer way to a call (16 against 3
-microseconds) is what counts."""
+_SMALLEST = 2**17
+"""Weights of fewer entries stay with `torch.nn.functional.linear`: models made of such are small enough to stay in the
+processor's cache, and there oneDNN's longer way to a call (16 against 3 microseconds) is what counts."""
 
 _PACKABLE = (torch.float32, torch.bfloat16)
 _SAMPLED = 64
