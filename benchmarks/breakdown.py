@@ -20,9 +20,8 @@ wrapped call that is running, so that parts add up without overlap:
 "outside" is the share of all that is outside the model's forward; its goal is at most 5% at V = 32,000, at V = 151,936
 10% for W up to 100 and 20% above. "unaccounted" is the call's time less the sum of the parts. "wrapped" is the wrapped
 call's seconds over those of the call without wrappers, the two in turns: wrappers cost 2 to 4 us each, which falls on
-small models. Engines whose step is compiled are measured whole, since a compiled step has no parts: the prompt's pass
-and all of a step, preparing its inputs and masks included, are "rest" there. On a CPU only, where a call is over when
-it returns.
+small models. A compiled step has no parts: with the switches, the prompt's pass and what is compiled are "rest". On a
+CPU only, where a call is over when it returns.
 
 The physics: the forward does 2 · R · weights operations, selection reads R · V logits once or twice, index work touches
 R · (P + t) numbers.
