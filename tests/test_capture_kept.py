@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -186,6 +187,7 @@ def test_no_value_is_read(kind: str, batch: int) -> None:
     assert step.all_attended() and watch.made
 
 
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bart"])
 def test_compiled_for_good(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
