@@ -33,7 +33,6 @@ _SMALLEST = 2**17
 processor's cache, and there oneDNN's longer way to a call (16 against 3 microseconds) is what counts."""
 
 _PACKABLE = (torch.float32, torch.bfloat16)
-_SAMPLED = 64
 
 logger = logging.get_logger("hf_paged_beam")
 

@@ -10,8 +10,9 @@
      advance      the ended finish, the best others run on                           advance.py, rules.py, lengths.py
                   group after group, each kept from what earlier ones took           diverse.py
 3. fork       beams continue their parents in the cache: indices move, no keys   cache/
-4. read       is the search over? the one value that the host reads in a step
-5. decode     the model on one token per beam, then 2 again                      decode.py, head.py
+4. read       is the search over? the one value that the host reads in a step    late.py, on a GPU
+5. decode     the model on one token per beam, then 2 again                      decode.py, head.py, linears.py
+                  compiled, or recorded as a graph                                   capture.py, replay.py
 6. output     walk back from the best finished sequences                         history.py, output.py
 """
 
