@@ -208,10 +208,10 @@ class CapturedLayer(CacheLayerMixin):
         return self.step.slots, 0
 
     def get_max_length(self) -> int:
-        return -1
+        return self.step.slots
 
     def get_max_cache_shape(self) -> int:
-        return -1
+        return self.step.slots
 
     def _unpacked(self, stored: torch.Tensor) -> torch.Tensor:
         return stored if self.packing is None else self.packing.unpack(stored)
