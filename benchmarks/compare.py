@@ -2,6 +2,7 @@
 
     python -m benchmarks.compare --record        # the table of the README
     python -m benchmarks.compare --rounds 5 --only 30m,1,50,100,10
+    python -m benchmarks.compare --only tiny,1,4,5,20 --record     # one row anew, the others of today stay
     python -m benchmarks.compare --real          # SmolLM2-135M on English prompts, float32 and bfloat16
 
 How cells are measured is told in `harness`, peak memory in `peak`, and what must at least be done in `physics`. "plain"
@@ -94,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     for cell in [goals.get(str(cell), cell) for cell in arguments.only or CELLS]:
         rows.append(measure(cell, conditions, with_memory=not arguments.no_memory and conditions.device == "cpu"))
         print(format_row(rows[-1]), flush=True)
+    if arguments.only and arguments.record:
+        rows = harness.beside_recorded("compare", rows, conditions)
     harness.publish("compare", rows, conditions, record=arguments.record)
     return 0
 

@@ -299,6 +299,29 @@ def publish(table: str, rows: list[dict[str, Any]], conditions: Conditions, *, r
         (RESULTS / f"{table}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
+def beside_recorded(table: str, rows: list[dict[str, Any]], conditions: Conditions) -> list[dict[str, Any]]:
+    """Rows of some cells, and of the other cells those that are kept of the same day, machine and versions.
+
+    Args:
+        table: name of the results.
+        rows: of a run of some cells.
+        conditions: of that run.
+    """
+    path = RESULTS / f"{table}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    told = {**record_of_run(conditions.threads, conditions.device), "dtype": conditions.dtype}
+    if any(kept.get(name) != value for name, value in told.items()):
+        return rows
+    new = {_identity(row): row for row in rows}
+    old = [_identity(row) for row in kept["cells"]]
+    there = [new.get(identity, row) for identity, row in zip(old, kept["cells"], strict=True)]
+    return there + [row for identity, row in new.items() if identity not in old]
+
+
+def _identity(row: Mapping[str, Any]) -> tuple:
+    return tuple(row[field] for field in ("model", "batch_size", "num_beams", "prompt_length", "new_tokens"))
+
+
 def new_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """A parser with the arguments that all tables have; `defaults` are those of `Conditions` that differ."""
     given = dataclasses.replace(Conditions(), **defaults)

@@ -54,6 +54,63 @@ def peers(results: dict[str, Any]) -> str:
     return _where(results) + _table([*_CELL, "plain", "with both switches", "CTranslate2", "OpenVINO GenAI"], rows)
 
 
+def compare(results: dict[str, Any]) -> str:
+    """Stock's seconds over ours, beside the goals; and ours over the least that the machine could take."""
+
+    def ratio(row: dict[str, Any], engine: str) -> list[str]:
+        told = row["engines"][engine]
+        return [f"{told['ratio']:.2f}", "–" if told["goal"] is None else f"{told['goal']:g}"]
+
+    rows = [
+        [*_cell(row), *ratio(row, "plain"), *ratio(row, "switches"),
+         *(f"{row['engines'][engine]['over_floor']:.1f}" for engine in ("plain", "switches"))]
+        for row in results["cells"]
+    ]  # fmt: skip
+    head = [*_CELL, "plain", "goal", "with both switches", "goal", "plain / floor", "switches / floor"]
+    return _where(results) + _table(head, rows)
+
+
+def protocol(results: dict[str, Any]) -> str:
+    """Queries per second, and stock's seconds over ours."""
+    rows = []
+    for row in results["cells"]:
+        engines = row["engines"]
+        answered = [f"{engines[name]['queries_per_second']:.2f}" for name in ("stock", "plain", "switches")]
+        ratios = [f"{engines[name]['ratio']:.2f}" for name in ("plain", "switches")]
+        rows.append([str(row["num_beams"]), *answered, *ratios])
+    head = ["W", "transformers, queries/s", "plain", "with both switches", "plain, times faster", "with both switches"]
+    return _where(results) + _table(head, rows)
+
+
+def real(results: dict[str, Any]) -> str:
+    """Stock's seconds over ours on a trained model, and what is found."""
+    rows = [
+        [row["dtype"], str(row["num_beams"]), *(f"{engines[name]['ratio']:.2f}" for name in ("plain", "switches")),
+         *(f"{engines[name]['same']} of {engines[name]['of']}" for name in ("plain", "switches")),
+         *(f"{engines[name]['gain']:.4f}" for name in ("plain", "switches"))]
+        for row in results["cells"] for engines in [row["engines"]]
+    ]  # fmt: skip
+    head = ["dtype", "W", "plain", "with both switches", "plain, same best", "with both", "plain, gain", "with both"]
+    return _where(results) + _table(head, rows)
+
+
+def peak(results: dict[str, Any]) -> str:
+    """MiB of keys and values, of a search at most, and of what stays."""
+
+    def mib(row: dict[str, Any], what: str, *engines: str) -> list[str]:
+        return [f"{row['engines'][engine][what] / 2**20:.1f}" for engine in engines]
+
+    rows = [
+        [*_cell(row), *mib(row, "kv_bytes", "stock", "plain"),
+         *mib(row, "peak_bytes", "stock", "plain", "prepack", "switches"), *mib(row, "stays_bytes", "prepack"),
+         f"{row['weight_bytes'] / 2**20:.1f}"]
+        for row in results["cells"]
+    ]  # fmt: skip
+    head = [*_CELL, "K/V, transformers", "K/V, ours", "peak, transformers", "plain", "prepack", "both switches",
+            "stays with prepack", "weights"]  # fmt: skip
+    return _where(results) + _table(head, rows)
+
+
 def breakdown(results: dict[str, Any]) -> str:
     """Share of a call that passes outside the model's forward, in percent."""
     rows = [
@@ -73,27 +130,40 @@ def _primitives(kind: str, columns: dict[str, str]) -> Callable[[dict[str, Any]]
     return made
 
 
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.2f}"
+def _number(value: Any) -> str:
+    """A time in two decimals; sizes as they are."""
+    return (
+        f"{value:.2f}"
+        if isinstance(value, float)
+        else " + ".join(map(str, [value] if isinstance(value, int) else value))
+    )
 
 
 linears = _primitives(
     "linear",
     {"in": "in", "out": "out", "rows": "rows", "linear": "`F.linear`, ms", "one_dnn": "oneDNN", "packed": "packed"},
 )
+fused = _primitives(
+    "fused", {"in": "in", "out": "out", "rows": "rows", "apart": "one after another, ms", "as_one": "as one"}
+)
 selections = _primitives(
     "selection",
     {"W": "W", "V": "V", "flat": "one `topk`, ms", "row_by_row": "a `topk` per row", "by_blocks": "by blocks",
-     "log_softmax": "`log_softmax`", "log_softmax_again": "in used memory", "logsumexp": "`logsumexp`"},
+     "log_softmax": "`log_softmax`", "log_softmax_again": "in used memory", "log_softmax_over": "over the logits", "logsumexp": "`logsumexp`"},
 )  # fmt: skip
 attentions = _primitives(
     "attention", {"W": "W", "P": "P", "tree": "tree slots", "whole": "one call, ms", "merged": "two, merged"}
 )
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "compare": ("compare", compare),
     "peers": ("peers", peers),
+    "protocol": ("protocol", protocol),
+    "real": ("real", real),
+    "peak": ("peak", peak),
     "breakdown": ("breakdown", breakdown),
     "linears": ("primitives", linears),
+    "fused": ("primitives", fused),
     "selections": ("primitives", selections),
     "attentions": ("primitives", attentions),
 }

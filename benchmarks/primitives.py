@@ -6,8 +6,10 @@ Milliseconds, medians.
 
 - Linear layers: `torch.nn.functional.linear`; oneDNN from the weight as it lies (what a search on a CPU does), and from
   a packed copy (``prepack=True``). Weights alternate, so that none stays in the processor's cache.
+- Layers that read the same rows (query, key and value; gate and up), from packed copies: one after another, or as one
+  layer whose weight is theirs together.
 - Selection: one `topk` over all beams and tokens, one for each row, and by blocks.
-- Log-probabilities: in new memory, and in memory that is used again.
+- Log-probabilities: in new memory, in memory that is used again, and over the logits themselves.
 - Attention over a pool: one call with a mask, or the prompt without a mask and the tree with one, merged by their
   log-sum-exp.
 
@@ -31,6 +33,8 @@ from . import harness
 
 LINEARS = [(256, 512), (512, 512), (512, 1536), (512, 32000), (1024, 1024), (1024, 2816), (1024, 32000)]
 ROWS = [4, 10, 50, 200]
+FUSED = [(512, 512, 256, 256), (512, 1536, 1536), (1024, 1024, 512, 512), (1024, 2816, 2816)]
+"""Rows that are read, and what each layer makes of them: query, key and value, gate and up, of "30m" and "160m"."""
 SELECTIONS = [(10, 32000), (50, 32000), (10, 151936), (50, 151936), (100, 151936), (400, 151936)]
 ATTENTIONS = [(10, 100, 60), (50, 100, 400), (50, 1000, 150), (50, 8000, 150)]
 """Beams, slots of the prompt, slots of the tree; 4 key heads of size 64 and 8 query heads, as in "30m"."""
@@ -48,23 +52,47 @@ def milliseconds(run: Callable[[], Any], seconds: float = 0.3) -> float:
     return statistics.median(times)
 
 
+def one_dnn(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """oneDNN's product, of a weight as it lies or packed."""
+    return torch.ops.mkldnn._linear_pointwise(hidden, weight, None, "none", [], "")
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in oneDNN's layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def how_many(numbers: int) -> int:
+    """Weights of so many numbers that no processor's cache holds."""
+    return max(1, int(96e6 / (4 * numbers)))
+
+
 def linear(inner: int, outer: int, rows: int) -> dict[str, float]:
     """One layer, by three ways."""
-    count = max(1, int(96e6 / (4 * inner * outer)))
+    count = how_many(inner * outer)
     weights = [torch.randn(outer, inner) for _ in range(count)]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
+    copies = [packed(weight) for weight in weights]
     hidden = torch.randn(rows, inner)
 
-    def each(run: Callable[[torch.Tensor], Any], given: list[torch.Tensor]) -> float:
-        return milliseconds(lambda: [run(weight) for weight in given]) / count
-
-    def one_dnn(weight: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(hidden, weight, None, "none", [], "")
+    def each(run: Callable[[torch.Tensor, torch.Tensor], Any], given: list[torch.Tensor]) -> float:
+        return milliseconds(lambda: [run(hidden, weight) for weight in given]) / count
 
     return {
-        "linear": each(lambda weight: functional.linear(hidden, weight), weights),
+        "linear": each(functional.linear, weights),
         "one_dnn": each(one_dnn, weights),
-        "packed": each(one_dnn, packed),
+        "packed": each(one_dnn, copies),
+    }
+
+
+def fused(inner: int, outers: list[int], rows: int) -> dict[str, float]:
+    """Layers that read the same rows: apart, and as one."""
+    count = how_many(inner * sum(outers))
+    apart = [[packed(torch.randn(outer, inner)) for outer in outers] for _ in range(count)]
+    as_one = [packed(torch.randn(sum(outers), inner)) for _ in range(count)]
+    hidden = torch.randn(rows, inner)
+    return {
+        "apart": milliseconds(lambda: [[one_dnn(hidden, weight) for weight in layers] for layers in apart]) / count,
+        "as_one": milliseconds(lambda: [one_dnn(hidden, weight).split(outers, -1) for weight in as_one]) / count,
     }
 
 
@@ -85,6 +113,7 @@ def selection(width: int, vocabulary: int) -> dict[str, float]:
         "by_blocks": milliseconds(lambda: largest(logits, running, count, None)),
         "log_softmax": milliseconds(lambda: logits.log_softmax(-1)),
         "log_softmax_again": milliseconds(lambda: torch.log_softmax(logits, -1, out=memory)),
+        "log_softmax_over": milliseconds(lambda: torch.log_softmax(memory, -1, out=memory)),
         "logsumexp": milliseconds(lambda: logits.logsumexp(-1)),
     }
 
@@ -110,8 +139,9 @@ def attention(width: int, prompt: int, tree: int) -> dict[str, float]:
     return {"whole": milliseconds(whole), "merged": milliseconds(merged)}
 
 
-TABLES: dict[str, tuple[Callable[..., dict[str, float]], list[tuple[int, ...]], tuple[str, ...]]] = {
+TABLES: dict[str, tuple[Callable[..., dict[str, float]], list[tuple], tuple[str, ...]]] = {
     "linear": (linear, [(*shape, rows) for shape in LINEARS for rows in ROWS], ("in", "out", "rows")),
+    "fused": (fused, [(inner, outers, rows) for inner, *outers in FUSED for rows in ROWS], ("in", "out", "rows")),
     "selection": (selection, SELECTIONS, ("W", "V")),
     "attention": (attention, ATTENTIONS, ("W", "P", "tree")),
 }

@@ -17,7 +17,7 @@ def markdown(results: dict[str, Any]) -> str:
 
     Rows, keys and peak are stock's and ours without further keywords; a column of what was not measured is left out.
     """
-    cells = [_as_now(row) for row in results["cells"]]
+    cells = results["cells"]
     switches = any("switches" in row["engines"] for row in cells)
     head = ["model", "B", "W", "P", "T", "times faster", *(["with switches"] if switches else []), "prompt rows",
             "K/V MiB", "peak MiB"]  # fmt: skip
@@ -47,16 +47,6 @@ def _mib(stock: dict[str, Any], ours: dict[str, Any], name: str) -> str:
     if stock.get(name) is None or ours.get(name) is None:
         return "–"
     return f"{stock[name] / 2**20:.1f} → {ours[name] / 2**20:.1f}"
-
-
-def _as_now(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of results that were written before there were engines beside stock and plain, in today's layout."""
-    if "engines" in row:
-        return row
-    stock = {name: row[f"stock_{name}"] for name in ("prompt_rows", "kv_bytes", "peak_bytes")}
-    plain = {"ratio": row["ratio"], "prompt_rows": row["ours_prompt_rows"], "kv_bytes": row["our_kv_bytes"],
-             "peak_bytes": row["ours_peak_bytes"]}  # fmt: skip
-    return {**row, "engines": {"stock": stock, "plain": plain}}
 
 
 if __name__ == "__main__":

@@ -374,3 +374,15 @@ def test_results_are_kept_only_when_asked(
     kept = json.loads((tmp_path / "some.json").read_text())
     assert kept == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert kept["more"] == 1 and kept["table"] == "some" and {"machine", "versions", "date"} <= set(kept)
+
+
+def test_some_cells_are_recorded_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, row: dict[str, Any]
+) -> None:
+    """Those of another machine or day are not kept: one file is one machine on one day."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    other, anew = {**row, "num_beams": row["num_beams"] + 1}, {**row, "more": 1}
+    assert harness.beside_recorded("some", [row], Conditions()) == [row]
+    harness.publish("some", [row, other], Conditions(), record=True)
+    assert harness.beside_recorded("some", [anew], Conditions()) == [anew, other]
+    assert harness.beside_recorded("some", [anew], Conditions(threads=1)) == [anew]

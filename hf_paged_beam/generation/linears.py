@@ -230,7 +230,12 @@ class OneDnnLinears:
             return
         dtypes = _PACKABLE if self._prepack else _PACKABLE[:1]  # bfloat16 is oneDNN's business anyway
         # PEFT's layers take what they merged out of the weight in their own forward pass, as adapters are disabled
-        merged = {id(getattr(part, "base_layer", None)) for part in self._parts if getattr(part, "merged", False)}
+        # (asked of the class first: a module that has no such name is slow to say so)
+        merged = {
+            id(getattr(part, "base_layer", None))
+            for part in self._parts
+            if hasattr(type(part), "merged") and part.merged
+        }
         for part in self._parts:
             if type(part) is torch.nn.Linear and id(part) not in merged and _is_plain_layer(part, dtypes):
                 yield part
