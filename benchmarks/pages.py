@@ -149,7 +149,8 @@ fused = _primitives(
 selections = _primitives(
     "selection",
     {"W": "W", "V": "V", "flat": "one `topk`, ms", "row_by_row": "a `topk` per row", "by_blocks": "by blocks",
-     "log_softmax": "`log_softmax`", "log_softmax_again": "in used memory", "log_softmax_over": "over the logits", "logsumexp": "`logsumexp`"},
+     "log_softmax": "`log_softmax`", "log_softmax_again": "in used memory",
+     "log_softmax_over": "over the logits", "logsumexp": "`logsumexp`"},
 )  # fmt: skip
 attentions = _primitives(
     "attention", {"W": "W", "P": "P", "tree": "tree slots", "whole": "one call, ms", "merged": "two, merged"}
