@@ -132,11 +132,9 @@ def _primitives(kind: str, columns: dict[str, str]) -> Callable[[dict[str, Any]]
 
 def _number(value: Any) -> str:
     """A time in two decimals; sizes as they are."""
-    return (
-        f"{value:.2f}"
-        if isinstance(value, float)
-        else " + ".join(map(str, [value] if isinstance(value, int) else value))
-    )
+    if isinstance(value, list):
+        return " + ".join(map(str, value))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 linears = _primitives(
