@@ -16,12 +16,14 @@ from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache
 from .door import PagedBeamMixin, beam_search, disable, enable, generate, register_name
 from .estimate import estimate, importance_weights
 from .generation import Options, TokenTrie, packed_bytes, release
+from .planning import MemoryEstimate, estimate_memory
 from .trace import BeamTrace
 
 __version__ = "0.1.0"
 __all__ = [
     "BeamTrace",
     "CacheUsage",
+    "MemoryEstimate",
     "Options",
     "PagedBeamCache",
     "PagedBeamEncoderDecoderCache",
@@ -31,6 +33,7 @@ __all__ = [
     "disable",
     "enable",
     "estimate",
+    "estimate_memory",
     "generate",
     "importance_weights",
     "packed_bytes",

@@ -37,7 +37,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-import hf_paged_beam  # noqa: F401  registers the name
+import hf_paged_beam
+from hf_paged_beam import versions
 from hf_paged_beam.generation import capture
 from hf_paged_beam.versions import PreTrainedConfig
 
@@ -294,7 +295,21 @@ def outcome(config_class: type, model_class: type, seq2seq: bool, compiled: bool
         return Outcome("DIFF", f"sequences {'equal' if same else 'differ'}", gap, told_apart)
     if ours.beam_path == "handed over":
         return Outcome("HANDED", ours.handed_over_because, gap, told_apart)
+    wrong = _wrong_estimate(model, getattr(ours, versions.CACHE_ARGUMENT))
+    if wrong:
+        return Outcome("FAILS", wrong)
     return Outcome("OK", ours.beam_path + _captured(model) * compiled, gap, told_apart)
+
+
+def _wrong_estimate(model: Any, cache: Any) -> str:
+    """What `estimate_memory` tells of a token, where that is not what the cache holds; it may refuse to tell."""
+    length = dict(encoder_length=1) if model.config.is_encoder_decoder else {}
+    try:
+        told = hf_paged_beam.estimate_memory(model.config, 2, BEAMS, 7, STEPS, torch.float32, **length).token
+    except ValueError:
+        return ""
+    held = sum(layer.bytes_per_token() for layer in cache.indexed_layers() if not layer.is_cross)
+    return "" if told == held else f"estimate_memory tells {told} bytes of a token, the cache holds {held}"
 
 
 def _captured(model: Any) -> str:

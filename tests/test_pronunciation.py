@@ -15,14 +15,10 @@ from hf_paged_beam.__main__ import main
 from hf_paged_beam.pronunciation.evaluate import accuracy, pronounce
 from hf_paged_beam.pronunciation.train import build_tokenizer, read_dictionary, split_words
 
-WORDS = Path(__file__).parent / "held_out_words.tsv"
-
 
 def held_out() -> dict[str, list[list[str]]]:
-    """300 test words with their accepted pronunciations."""
-    lines = [line for line in WORDS.read_text().splitlines() if not line.startswith("#")]
-    pairs = [line.split("\t") for line in lines]
-    return {word: [text.split() for text in accepted.split("|")] for word, accepted in pairs}
+    """The test words that ship with the package, phonemes apart."""
+    return {word: [text.split() for text in accepted] for word, accepted in pronunciation.held_out().items()}
 
 
 def test_accuracy_on_held_out_words() -> None:

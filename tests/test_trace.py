@@ -369,6 +369,20 @@ def test_fewer_items_than_beams():
         assert len(tree.nodes) == 1 + len("AE BDB CeC eF e".replace(" ", "")), "the trie itself, with its end tokens"
 
 
+def test_a_prompt_tells_the_same_alone_and_beside_a_longer_one():
+    """What ran when its search stopped is "running" also where the batch goes on."""
+    model = shared_model("llama")
+    both = prompts("llama", 2, padded=False)
+    call = dict(num_beams=3, num_return_sequences=1, do_sample=False, early_stopping=True)
+    limits = dict(eos_token_id=[EOS, *range(20, 60)])
+    alone = traced(model, {name: rows[:1] for name, rows in both.items()}, **call, **limits, max_new_tokens=20)
+    steps = alone.beam_trace.tokens.shape[1]
+    beside = traced(model, both, **call, **limits, max_new_tokens=20, min_new_tokens=[0, steps + 3])
+    assert beside.beam_trace.tokens.shape[1] > steps
+    told = [[(node.token, node.status) for node in output.beam_trace.tree(0).nodes] for output in (alone, beside)]
+    assert told[0] == told[1] and "running" in dict(told[0]).values()
+
+
 def test_without_the_keyword_there_is_no_trace():
     output = traced(shared_model("llama"), prompts("llama", 1), num_beams=2, max_new_tokens=3, return_beam_trace=False)
     assert getattr(output, "beam_trace", None) is None

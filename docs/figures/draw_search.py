@@ -27,7 +27,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # after the backend is chosen
 
 FOLDER = Path(__file__).parent / "search"
-WORDS = Path(__file__).parents[2] / "tests" / "held_out_words.tsv"
 SIZE = (6.4, 2.9)  # inches
 DARK, GREY = "#000000", "#8a8a8a"
 
@@ -36,8 +35,7 @@ model, tokenizer = pronunciation.load()
 
 def lexicon(count: int) -> dict[str, list[str]]:
     """The first words of the held-out list, with their accepted pronunciations."""
-    lines = [line.split("\t") for line in WORDS.read_text().splitlines() if not line.startswith("#")]
-    return {word: spoken.split("|") for word, spoken in lines[:count]}
+    return dict(itertools.islice(pronunciation.held_out().items(), count))
 
 
 def search(words: Sequence[str], **settings: Any) -> Any:

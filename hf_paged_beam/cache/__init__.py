@@ -12,9 +12,9 @@ from .attention import folded_attention
 from .borrow import NAME, AsWritten, attention_before, attention_configs, is_compiled, our_attention, parts_of
 from .cache import CacheUsage, PagedBeamCache, PagedBeamEncoderDecoderCache, adopt_prefix
 from .captured import CapturedStep, can_capture, captured_cache, captured_step, forward_captured
-from .layers import SeveralTokensError
+from .layers import GROWTH, LEAST_SPARE, PoolLayer, SeveralTokensError
 from .mask import pool_mask
-from .packing import KV_DTYPES, stored_dtype
+from .packing import KV_DTYPES, Packing, stored_dtype
 from .rows import BeamRows
 from .step import CannotFoldError, FoldedStep, running
 
@@ -22,15 +22,19 @@ AttentionInterface.register(NAME, folded_attention)
 AttentionMaskInterface.register(NAME, pool_mask)
 
 __all__ = [
+    "GROWTH",
     "KV_DTYPES",
+    "LEAST_SPARE",
     "AsWritten",
     "BeamRows",
     "CacheUsage",
     "CannotFoldError",
     "CapturedStep",
     "FoldedStep",
+    "Packing",
     "PagedBeamCache",
     "PagedBeamEncoderDecoderCache",
+    "PoolLayer",
     "SeveralTokensError",
     "adopt_prefix",
     "attention_before",

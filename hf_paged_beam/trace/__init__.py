@@ -6,6 +6,7 @@ slots         which slot of the pool held which token when           ``trace.slo
 layout        where each node of the tree is drawn, and as what
 labels        what is written on it
 plot          the tree by matplotlib                                 ``trace.plot()``
+slot_plot     the slots over the steps by matplotlib                 ``trace.slots().plot()``
 page          the tree as a page with zoom and hover                 ``trace.to_html()``
 """
 

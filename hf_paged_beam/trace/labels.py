@@ -28,12 +28,13 @@ def check_tokenizer(tokenizer: Any) -> None:
 def token_texts(tree: BeamTree, tokenizer: Any) -> list[str]:
     """What to write for each node: its decoded token (its id without a tokenizer), "prompt" for the root."""
     ids = {node.token for node in tree.nodes if node.token is not None}
-    texts: dict[int | None, str] = {token: _token_text(token, tokenizer) for token in ids}
+    texts: dict[int | None, str] = {token: token_text(token, tokenizer) for token in ids}
     texts[None] = "prompt"
     return [texts[node.token] for node in tree.nodes]
 
 
-def _token_text(token: int, tokenizer: Any) -> str:
+def token_text(token: int, tokenizer: Any) -> str:
+    """One token, decoded and made visible; its id without a tokenizer."""
     if tokenizer is None:
         return str(token)
     return visible(str(tokenizer.decode([token]))) or f"[{token}]"

@@ -1,4 +1,4 @@
-"""The tree by matplotlib, which is imported only here, and only when a tree is drawn.
+"""The tree by matplotlib, which is imported only when something is drawn.
 
 What a line leads to shows in its style and in its end's marker as well as in colour, so that a black and white print
 tells survivors, dead branches and finished beams apart.
@@ -51,7 +51,7 @@ def plot_tree(tree: BeamTree, tokenizer: Any, ax: Axes | None) -> Axes:
     Raises:
         ImportError: without matplotlib.
     """
-    _require_matplotlib()
+    require_matplotlib()
     layout = lay_out(tree)
     labels = [shortened(text, _LONGEST_LABEL) for text in token_texts(tree, tokenizer)]
     if ax is None:
@@ -64,11 +64,12 @@ def plot_tree(tree: BeamTree, tokenizer: Any, ax: Axes | None) -> Axes:
     return ax
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
+    """Raise ImportError, with what to install, where matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError("BeamTrace.plot needs matplotlib: pip install hf-paged-beam[viz]") from error
+        raise ImportError("plots of a trace need matplotlib: pip install hf-paged-beam[viz]") from error
 
 
 def _new_axes(layout: TreeLayout, longest: int) -> Axes:

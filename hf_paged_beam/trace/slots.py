@@ -11,11 +11,15 @@ slot 4          .    .  o  x         . free: never used
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from .slot_plot import plot_slots
+
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from .trace import BeamTrace
 
 _FREE, _PROMPT, _LIVE, _FREED, _REUSED = range(5)
@@ -53,6 +57,23 @@ class SlotMap:
     lifetimes: list[Lifetime]
     names: ClassVar[tuple[str, ...]] = ("free", "prompt", "live", "freed", "reused")
 
+    def live(self) -> list[int]:
+        """Slots that hold what some beam still sees, the prompt's included, after each row of `states`."""
+        return (self.states != _FREE).logical_and_(self.states != _FREED).sum(1).tolist()
+
+    def plot(self, tokenizer: Any = None, ax: Axes | None = None) -> Axes:
+        """Draw the map: slots from bottom to top, steps from left to right. Tokens are written where they have room.
+
+        Args:
+            tokenizer: something with ``decode([id])``; without it ids are written.
+            ax: where to draw; by default a new figure.
+
+        Raises:
+            ValueError: if the tokenizer has no ``decode``.
+            ImportError: without matplotlib, the optional extra ``viz``.
+        """
+        return plot_slots(self, tokenizer, ax)
+
 
 def map_slots(trace: BeamTrace, prompt: int) -> SlotMap:
     """The slots of one prompt."""
@@ -89,3 +110,15 @@ def _last_seen(running: list[list[int]], parents: list[list[int]]) -> list[list[
                 parent = parents[step][rank]
                 seen[step - 1][parent] = max(seen[step - 1][parent], seen[step][beam])
     return seen
+
+
+def index_table(trace: BeamTrace, step: int, prompt: int) -> torch.Tensor:
+    """``[W, step + 1]`` int64: see `BeamTrace.index_table`."""
+    running, parents, slots = trace.running[prompt], trace.parents[prompt], trace.slots_given[prompt]
+    table = slots.new_empty(running.shape[1], 0)
+    for at in range(step + 1):
+        there = running[at] >= 0
+        inherited = table[parents[at][running[at].clamp_min(0)]]
+        table = torch.cat([inherited, slots[at].unsqueeze(1)], dim=1)
+        table[~there] = -1
+    return table

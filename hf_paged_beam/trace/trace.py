@@ -24,7 +24,7 @@ import torch
 from .labels import check_tokenizer
 from .page import write_page
 from .plot import plot_tree
-from .slots import SlotMap, map_slots
+from .slots import SlotMap, index_table, map_slots
 from .tree import BeamTree, build_tree
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class BeamTrace:
     Attributes:
         tokens: ``[B, T, K]`` int64, candidates of each step, best first.
         parents: ``[B, T, K]`` int64, running beam that each continues; 0 in the first step.
-        scores: ``[B, T, K]`` float32, summed log-probability; -inf where there is no candidate.
+        scores: ``[B, T, K]`` float32, summed log-probability; -inf where there is no candidate. After its end, while
+            other prompts go on, a prompt has candidates of which none runs on or finishes.
         finished: ``[B, T, K]`` bool, which ended there and were taken as finished sequences.
         running: ``[B, T, W]`` int64, rank of the candidate that each beam goes on as; -1 where no beam runs on.
         slots_given: ``[B, T, W]`` int64, slot that each beam's token was given, counted from the start of the prompt's
@@ -113,6 +114,26 @@ class BeamTrace:
         """
         self._check_prompt(prompt)
         return map_slots(self, prompt)
+
+    def index_table(self, step: int, prompt: int = 0) -> torch.Tensor:
+        """The cache's index table after a step's beams were chosen: where each beam's generated tokens stand.
+
+        Args:
+            step: counted from 0.
+            prompt: row of the batch.
+
+        Returns:
+            ``[W, step + 1]`` int64, slots counted from the start of the prompt's pool; -1 in the row of a beam that
+            does not run on, and where no slot was given, as in the whole last step.
+
+        Raises:
+            ValueError: if there is no such row or step.
+        """
+        self._check_prompt(prompt)
+        steps = self.running.shape[1]
+        if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < steps:
+            raise ValueError(f"step={step!r}; expected a step of the search, a whole number in 0..{steps - 1}.")
+        return index_table(self, int(step), prompt)
 
     def plot(self, prompt: int = 0, tokenizer: Any = None, ax: Axes | None = None) -> Axes:
         """Draw the tree from the prompt (left) to the last step (right), a row for each leaf, the best on top.

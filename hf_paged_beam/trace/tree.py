@@ -120,15 +120,15 @@ class _PromptSteps:
         }
         found = zip(trace.listed("returned", prompt), trace.listed("sequences_scores", prompt), strict=True)
         self.returned = {divmod(origin, trace.tokens.shape[2]): score for origin, score in found if origin >= 0}
-        last = self._last_step()
+        last = self._last_step(trace.listed("finished", prompt))
         self.ends: dict[Place, Status] = {place: "running" for place in self.slot_at if place[0] == last}
         self.ends.update(dict.fromkeys(_places(trace.listed("finished", prompt)), "finished"))
         self.ends.update(dict.fromkeys(self.returned, "returned"))
 
-    def _last_step(self) -> int:
-        """The last step with any candidate: other prompts of the batch may have gone on."""
-        alive = [step for step, scores in enumerate(self.scores) if max(scores, default=-math.inf) > -math.inf]
-        return alive[-1] if alive else -1
+    def _last_step(self, finished: list[list[bool]]) -> int:
+        """The last step in which a beam ran on or finished: other prompts of the batch may have gone on."""
+        steps = {step for step, _ in self.slot_at} | {step for step, ended in enumerate(finished) if any(ended)}
+        return max(steps, default=-1)
 
     def score(self, place: Place) -> float:
         step, rank = place
