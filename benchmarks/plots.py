@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -116,13 +117,19 @@ def _bars(axes: Any, rows: list[dict], engines: list[str], value: Callable[[dict
             number = f"{length:.0f}" if length >= 100 else f"{length:.3g}"
             axes.annotate(number, (length, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if _decades(axes) < 2.5 else (1,)))
     axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     low, high = axes.get_xlim()
     axes.set_xlim(low / 1.3, high * 1.3)  # the shortest bar is to be seen, and the longest bar's number
     axes.grid(True, axis="x", color="#dddddd")
     axes.set_axisbelow(True)
+
+
+def _decades(axes: Any) -> float:
+    """Powers of ten that the horizontal axis spans: over more than a few, ticks between them have no room."""
+    low, high = axes.get_xlim()
+    return math.log10(high / low)
 
 
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {

@@ -6,7 +6,7 @@ searched by both, and all beams' scores and sequences are compared.
     python tests/sweep_architectures.py                                  # all: a line each, and a summary
     python tests/sweep_architectures.py llama t5 mistral                 # only these model types
     python tests/sweep_architectures.py --compile                        # the same with compile=True
-    python tests/sweep_architectures.py --markdown docs/compatibility.md # also write the table of the docs
+    python tests/sweep_architectures.py --record                         # also write docs/compatibility.json and .md
 
 Outcomes:
     OK        equal, on a path of ours: folded, gathered or recurrent
@@ -43,6 +43,7 @@ from hf_paged_beam.generation import capture
 from hf_paged_beam.versions import PreTrainedConfig
 
 BEAMS, STEPS, EOS, TOLERANCE = 4, 8, 5, 1e-4
+RECORD = Path(__file__).parent.parent / "docs" / "compatibility.json"
 SECONDS = 60
 """Longest time that one architecture may take, building included."""
 
@@ -364,14 +365,26 @@ def sweep(only: list[str], compiled: bool = False) -> dict[str, Outcome]:
     return outcomes
 
 
-def markdown(outcomes: dict[str, Outcome]) -> str:
-    """The page of the docs."""
+def record_of(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """A run, to be written as JSON."""
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    told = {key: dataclasses.asdict(found) for key, found in sorted(outcomes.items())}
+    return {"versions": versions, "outcomes": told}
+
+
+def page_of(run: dict[str, Any]) -> str:
+    """The page of the docs, from what `record_of` gave."""
+    return markdown({key: Outcome(**found) for key, found in run["outcomes"].items()}, run["versions"])
+
+
+def markdown(outcomes: dict[str, Outcome], versions: dict[str, str]) -> str:
+    """The page of the docs, of a run with these versions."""
     counts = collections.Counter(found.kind for found in outcomes.values())
     lines = [
         "# Compatibility",
         "",
-        f"Written by `python tests/sweep_architectures.py --markdown docs/compatibility.md` with transformers "
-        f"{transformers.__version__} and torch {torch.__version__.split('+')[0]}: tiny random models, "
+        f"Written by `python tests/sweep_architectures.py --record` with transformers {versions['transformers']} and "
+        f"torch {versions['torch']}: tiny random models, "
         f"{BEAMS} beams, {STEPS} new tokens, a padded batch of two prompts, all beams compared with transformers' own "
         f"search. Sequences had to agree for every beam whose score no other beam of its prompt nearly shares: it is "
         f"told apart.",
@@ -399,7 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of the docs")
+    parser.add_argument("--record", action="store_true", help=f"write them as {RECORD.name}, and the page made of them")
     parser.add_argument("--compile", action="store_true", help="search with compile=True, its step traced only")
     arguments = parser.parse_args(argv)
     capture.BACKEND = "eager"
@@ -408,12 +421,11 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = sweep(arguments.model_types, arguments.compile)
     counts = collections.Counter(found.kind for found in outcomes.values())
     print(" ".join(f"{kind}={counts[kind]}" for kind in ("OK", "HANDED", "DIFF", "FAILS", "STOCK", "UNBUILT")))
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({key: dataclasses.asdict(found) for key, found in sorted(outcomes.items())}, indent=1) + "\n"
-        )
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown(outcomes))
+    run = record_of(outcomes)
+    for path in [*([arguments.json] if arguments.json else []), *([RECORD] if arguments.record else [])]:
+        path.write_text(json.dumps(run, indent=1) + "\n")
+    if arguments.record:
+        RECORD.with_suffix(".md").write_text(page_of(run))
     return 1 if counts["DIFF"] or counts["FAILS"] else 0
 
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "search.md"
-FENCE = re.compile(r"^```(python|text)( drawn)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^(<!-- drawn -->\n)?```(python|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LARGEST = 60 * 2**10  # bytes
 
@@ -35,7 +35,7 @@ def blocks(page: str) -> list[Block]:
     """The blocks of code of a page, each with the output that follows it."""
     found: list[Block] = []
     for fence in FENCE.finditer(page):
-        kind, drawn, text = fence.groups()
+        drawn, kind, text = fence.groups()
         if kind == "python":
             found.append(Block(text, None, False, page.count("\n", 0, fence.start()) + 2))
         else:

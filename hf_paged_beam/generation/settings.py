@@ -39,8 +39,9 @@ class Options:
             parts of the source out (Wu et al. 2016, equation 14).
         patience: with ``early_stopping=True``, a prompt stops when ``patience · num_beams`` sequences have finished
             (Kasai et al. 2022); None is 1.
-        num_beam_groups, diversity_penalty: diverse beam search (Vijayakumar et al. 2016): the beams are so many groups,
-            and a group's scores lose `diversity_penalty` for each beam of an earlier group that took the same token.
+        num_beam_groups: diverse beam search (Vijayakumar et al. 2016): the beams are so many groups, which choose one
+            after another.
+        diversity_penalty: what a group's scores lose for each beam of an earlier group that took the same token.
         sampling: with ``do_sample=True``, "beam" (as transformers) or "stochastic_beam" (Kool et al. 2019): sequences
             drawn from the model without replacement.
         trie: the items that sequences may be, one trie for all prompts or a list of one for each. Scores are those of

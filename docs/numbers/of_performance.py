@@ -1,0 +1,187 @@
+"""The figures of docs/performance.md that stand outside its tables."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+import struct
+from typing import Any
+
+from benchmarks import protocol, real
+from benchmarks.physics import STOCK_TOUCHES
+from hf_paged_beam.cache.index import MOST_READ
+from hf_paged_beam.generation import candidates, capture
+
+from .of_readme import shapes
+from .results import cells, results, search, section
+from .stated import About, Entry, Figure, Said, Timing
+
+PAGE = "docs/performance.md"
+SMALL_VOCABULARY = 32_000
+
+
+def switches() -> list[Any]:
+    """Keywords that paragraphs of the section begin with."""
+    return [len(re.findall(r"^`\w+=True`", section(PAGE, "Two switches"), re.MULTILINE))]
+
+
+def goal_of_the_share() -> list[Any]:
+    """Of the rows with the small vocabulary, all missed, in percent."""
+    rows = cells("breakdown", vocabulary=SMALL_VOCABULARY)
+    (goal,) = {row["goal"] for row in rows}
+    if any(row["outside"] <= goal for row in rows):
+        raise ValueError("a row reaches the goal")
+    return [100 * goal]
+
+
+def step_of_ten_beams() -> list[Any]:
+    """Milliseconds of a whole step, and its beams: the faster engine's."""
+    rows = cells("breakdown", vocabulary=SMALL_VOCABULARY, num_beams=10)
+    return [About(min(1000 * row["seconds"] / row["new_tokens"] for row in rows), 0.1), 10]
+
+
+def step_of_most_beams() -> list[Any]:
+    """Rows, vocabulary, and milliseconds of a whole step with the switches."""
+    (row,) = cells("breakdown", vocabulary=SMALL_VOCABULARY, num_beams=400, engine="switches")
+    return [row["num_beams"], row["vocabulary"], About(1000 * row["seconds"] / row["new_tokens"], 0.05)]
+
+
+def largest_kept_block() -> list[Any]:
+    """MiB of the largest block that glibc's `malloc` may keep: 4 MiB times the size of a C long."""
+    return [4 * struct.calcsize("l")]
+
+
+def over_the_logits() -> list[Any]:
+    """Time that it spares, as a share: the least and the most of all sizes of more than half a millisecond."""
+    rows = [row for row in cells("primitives", primitive="selection") if row["log_softmax_again"] > 0.5]
+    shares = [1 - row["log_softmax_over"] / row["log_softmax_again"] for row in rows]
+    return [About(min(shares), 0.15), About(max(shares), 0.15)]
+
+
+def normaliser_alone() -> list[Any]:
+    """`logsumexp` over log-probabilities in used memory: the least of all sizes, whole."""
+    rows = cells("primitives", primitive="selection")
+    return [round(min(row["logsumexp"] / row["log_softmax_again"] for row in rows))]
+
+
+def faster_products() -> list[Any]:
+    """The most that oneDNN makes of `F.linear`."""
+    return [max(row["linear"] / row["one_dnn"] for row in cells("primitives", primitive="linear"))]
+
+
+def _missed() -> list[tuple[dict[str, Any], str]]:
+    """Rows and engines whose ratio, as the table shows it, is below its goal."""
+    pairs = itertools.product(cells("compare"), ("plain", "switches"))
+    of = [(row, name, row["engines"][name]) for row, name in pairs]
+    return [(row, name) for row, name, told in of if told["goal"] and round(told["ratio"], 2) < told["goal"]]
+
+
+def missed_goals() -> list[Any]:
+    """Goals of the larger models that are missed: one, which is described; and how many of the tiny model's."""
+    (row, name), *others = [pair for pair in _missed() if pair[0]["model"] != "tiny"]
+    if others:
+        raise ValueError(f"{1 + len(others)} goals of the larger models are missed")
+    told, stock = row["engines"][name], row["engines"]["stock"]
+    return [row["num_beams"], row["new_tokens"], told["goal"],
+            1000 * stock["seconds"] / told["goal"] / row["new_tokens"]]  # fmt: skip
+
+
+def missed_with_tiny_models() -> list[Any]:
+    """Their number, and the goal."""
+    missed = [(row, name) for row, name in _missed() if row["model"] == "tiny"]
+    (goal,) = {row["engines"][name]["goal"] for row, name in missed}
+    return [len(missed), goal]
+
+
+def products_of_a_step() -> list[Any]:
+    """GFLOP of a step of 50 beams; how many the machine did in a second, at best; milliseconds at that rate."""
+    row = cells("compare", model="30m", num_beams=50, new_tokens=100)[0]["physics"]
+    numbers = row["weight_bytes"] / 4
+    peak = max(each["physics"]["peak_flops"] for each in cells("compare"))
+    work = 2 * 50 * numbers
+    return [work / 1e9, About(peak / 1e9, 0.05), About(1000 * work / peak, 0.05)]
+
+
+def rows_as_long_as_reading() -> list[Any]:
+    """Rows whose 2 operations per weight take as long as reading the weight's 4 bytes; cores; date."""
+    machines = [row["physics"] for row in cells("compare")]
+    rows = statistics.median(2 * told["peak_flops"] / told["bandwidth"] for told in machines)
+    told = results("compare")
+    return [About(rows, 0.1), told["machine"]["cores"], told["date"]]
+
+
+def protocol_lengths() -> list[Any]:
+    """Shortest and longest prompt, new tokens."""
+    (tokens,) = {row["new_tokens"] for row in cells("protocol")}
+    return [protocol.SHORTEST, protocol.LONGEST, tokens]
+
+
+def others_found_other_sequences() -> list[Any]:
+    """The only row in which an engine's best sequences were not those of the others: prompts and beams."""
+    odd = {(row["batch_size"], row["num_beams"], row["new_tokens"], name) for row in cells("peers")
+           for name, told in row["engines"].items() if not told.get("same", True)}  # fmt: skip
+    if {name.partition("-")[0] for *_, name in odd} != {"openvino"}:
+        raise ValueError(f"another engine's sequences differ: {odd}")
+    ((prompts, beams),) = {one[:2] for one in odd}
+    return [prompts, beams]
+
+
+def candidates_per_beam() -> int:
+    """With one end token at most: of a search."""
+    trace = search(num_beams=4, return_beam_trace=True).beam_trace
+    return trace.tokens.shape[2] // trace.running.shape[2]
+
+
+def blocks_of_logits() -> list[Any]:
+    """Candidates of a beam, and blocks that they stand in; tokens of a block."""
+    per_beam = candidates_per_beam()
+    return [per_beam, candidates._BLOCK, per_beam, per_beam]
+
+
+def primitives_measured() -> list[Any]:
+    """Kinds of rows in the results."""
+    return [len({row["primitive"] for row in results("primitives")["cells"]})]
+
+
+ENTRIES: list[Entry] = [
+    Figure(PAGE, "per step about `# · W · (P + t)`", lambda: [STOCK_TOUCHES]),
+    Figure(PAGE, "where more than # times the live slots would be read", lambda: [MOST_READ]),
+    Figure(PAGE, "Why the #% are missed", goal_of_the_share, timing=True),
+    Timing(PAGE, "about # small operations and the preparation of the model's inputs take # to # ms of a step"),
+    Figure(PAGE, "where a whole step of the model takes # ms (# beams)", step_of_ten_beams, timing=True),
+    Timing(PAGE, "32,000 takes # to # ms of"),
+    Figure(PAGE, "which for # rows of # takes ... ms of #", step_of_most_beams, timing=True),
+    Figure(PAGE, "logits above # MiB are returned to the system", largest_kept_block),
+    Timing(PAGE, "faulted in again (# to #%)"),
+    Figure(PAGE, "a normaliser alone (`logsumexp`, # as slow, see below)", normaliser_alone, timing=True),
+    Figure(PAGE, "log-probabilities over the logits (a # to a # of their time less", over_the_logits, timing=True),
+    Figure(PAGE, "linear layers are already up to # times as fast as `F.linear`", faster_products, timing=True),
+    Figure(PAGE, "# switches Both leave results as they are", switches),
+    Figure(PAGE, "The first # steps of each kind of call are run as written too", lambda: [capture._CHECKED_STEPS]),
+    Figure(PAGE, '"30m" has # layers of width #, "160m" # of width #, both a vocabulary of #; "tiny" has # layers of '
+                 "width #", shapes),
+    Said(PAGE, "The last # columns are", "columns of the table below"),
+    Figure(PAGE, "# beams over # new tokens: # would leave # ms for a step", missed_goals, timing=True),
+    Figure(PAGE, "at the processor's rate (# GFLOP, at best about # a second: #)", products_of_a_step, timing=True),
+    Timing(PAGE, "Its matrix products alone take # to # ms"),
+    Timing(PAGE, "attention #, norms and activations, compiled, #, the choice of candidates #, the guards of "
+                 "`torch.compile` #."),
+    Figure(PAGE, 'In the "tiny" cells, # of which miss #, a search', missed_with_tiny_models, timing=True),
+    Timing(PAGE, "of # steps the setting up is a #"),
+    Figure(PAGE, "Short prompts of # to # tokens one after another, # new tokens each", protocol_lengths),
+    Figure(PAGE, "A trained model, SmolLM2-135M, on # English prompts, # new tokens",
+           lambda: [len(real.PROMPTS), real.NEW_TOKENS]),
+    Said(PAGE, "In bfloat16 # correct searches part at near ties", "any pair of searches"),
+    Figure(PAGE, "with # prompts of # beams, which found others", others_found_other_sequences),
+    Said(PAGE, "OpenVINO with the better of its # attentions", "what OpenVINO GenAI offers: by `sdpa`, and paged"),
+    Timing(PAGE, "a second run of it, of # rounds, gave #, #, # and #."),
+    Figure(PAGE, "The best `#W` continuations of one prompt. A row of logits is cut into blocks of #; the best `#W` "
+                 "stand in the `#W` blocks", blocks_of_logits),
+    Figure(PAGE, "(`logsumexp`) costs at least # as much", normaliser_alone, timing=True),
+    Said(PAGE, "only for prompts of many # of tokens", "an order of magnitude, shown by the table below"),
+    Figure(PAGE, "`python -m benchmarks.primitives --record` measures these #.", primitives_measured),
+    Figure(PAGE, "as long as reading the weights (about # rows on # cores; x86_64, #)", rows_as_long_as_reading,
+           timing=True),
+    Said(PAGE, "bfloat16 # the weights to be read", "2 bytes of a number in place of 4"),
+]  # fmt: skip
