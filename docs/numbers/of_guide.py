@@ -41,7 +41,7 @@ def tokens_that_are_not_run() -> list[Any]:
 
 
 def long_prompts() -> list[Any]:
-    """The shortest prompt that the test holds to 10%, and by how many percent recorded searches from there on differ."""
+    """The shortest prompt that the test holds to 10%, and by how many percent recorded longer ones differ at most."""
     first = int(re.findall(r'cell\["prompt_length"\] >= (\d+)', source("tests/test_planning.py"))[0])
     missed = []
     for row in [*cells("compare"), *cells("growth")]:
