@@ -82,9 +82,9 @@ def missed_goals() -> list[Any]:
     (row, name), *others = [pair for pair in _missed() if pair[0]["model"] != "tiny"]
     if others:
         raise ValueError(f"{1 + len(others)} goals of the larger models are missed")
-    told, stock = row["engines"][name], row["engines"]["stock"]
-    return [row["num_beams"], row["new_tokens"], told["goal"],
-            1000 * stock["seconds"] / told["goal"] / row["new_tokens"]]  # fmt: skip
+    told = row["engines"][name]
+    ratio, goal = told["ratio"], told["goal"]
+    return [row["num_beams"], row["new_tokens"], ratio, goal, 100 * ratio / goal]
 
 
 def missed_with_tiny_models() -> list[Any]:
@@ -94,13 +94,11 @@ def missed_with_tiny_models() -> list[Any]:
     return [len(missed), goal]
 
 
-def products_of_a_step() -> list[Any]:
-    """GFLOP of a step of 50 beams; how many the machine did in a second, at best; milliseconds at that rate."""
-    row = cells("compare", model="30m", num_beams=50, new_tokens=100)[0]["physics"]
-    numbers = row["weight_bytes"] / 4
-    peak = max(each["physics"]["peak_flops"] for each in cells("compare"))
-    work = 2 * 50 * numbers
-    return [work / 1e9, About(peak / 1e9, 0.05), About(1000 * work / peak, 0.05)]
+def rounds_of_the_last() -> list[Any]:
+    """Of the last row beside other engines, and of all others."""
+    *others, last = [row["rounds"] for row in cells("peers")]
+    (usual,) = set(others)
+    return [last, usual]
 
 
 def rows_as_long_as_reading() -> list[Any]:
@@ -162,11 +160,11 @@ ENTRIES: list[Entry] = [
     Figure(PAGE, '"30m" has # layers of width #, "160m" # of width #, both a vocabulary of #; "tiny" has # layers of '
                  "width #", shapes),
     Said(PAGE, "The last # columns are", "columns of the table below"),
-    Figure(PAGE, "# beams over # new tokens: # would leave # ms for a step", missed_goals, timing=True),
-    Figure(PAGE, "at the processor's rate (# GFLOP, at best about # a second: #)", products_of_a_step, timing=True),
-    Timing(PAGE, "Its matrix products alone take # to # ms"),
-    Timing(PAGE, "attention #, norms and activations, compiled, #, the choice of candidates #, the guards of "
-                 "`torch.compile` #."),
+    Figure(PAGE, "goal is missed, # beams over # new tokens, with both switches: # of #, so that a "
+                 "step would have to take #% of its time", missed_goals, timing=True),
+    Timing(PAGE, "from a profile: #% into matrix products"),
+    Timing(PAGE, "which run at #% of the rate that this processor reaches in a large one; #% into attention, #% into "
+                 "norms and activations, compiled, #% into the choice of candidates, #% into the guards"),
     Figure(PAGE, 'In the "tiny" cells, # of which miss #, a search', missed_with_tiny_models, timing=True),
     Timing(PAGE, "of # steps the setting up is a #"),
     Figure(PAGE, "Short prompts of # to # tokens one after another, # new tokens each", protocol_lengths),
@@ -175,7 +173,8 @@ ENTRIES: list[Entry] = [
     Said(PAGE, "In bfloat16 # correct searches part at near ties", "any pair of searches"),
     Figure(PAGE, "with # prompts of # beams, which found others", others_found_other_sequences),
     Said(PAGE, "OpenVINO with the better of its # attentions", "what OpenVINO GenAI offers: by `sdpa`, and paged"),
-    Timing(PAGE, "a second run of it, of # rounds, gave #, #, # and #."),
+    Figure(PAGE, "The row is of # rounds, the others of #", rounds_of_the_last, timing=True),
+    Timing(PAGE, "earlier runs of it gave # beside # (# rounds) and # beside # (# rounds)"),
     Figure(PAGE, "The best `#W` continuations of one prompt. A row of logits is cut into blocks of #; the best `#W` "
                  "stand in the `#W` blocks", blocks_of_logits),
     Figure(PAGE, "(`logsumexp`) costs at least # as much", normaliser_alone, timing=True),
