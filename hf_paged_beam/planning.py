@@ -163,14 +163,17 @@ def _cannot_tell(config: PreTrainedConfig, what: str) -> ValueError:
     )
 
 
+_JOINED = ("encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder")
+"""Models joined from any two: their decoder may have no attention to the encoder."""
+
+
 def _cross_bytes(config: PreTrainedConfig, layers: list[_Layer], encoder_length: int | None) -> int:
     """Keys and values of one prompt's encoder output, which all its beams share."""
     if bool(config.is_encoder_decoder) != (encoder_length is not None):
         needs = "an encoder: say how long its output is" if config.is_encoder_decoder else "no encoder: leave it out"
         raise ValueError(f"encoder_length is {encoder_length}, but the model ({type(config).__name__}) has {needs}")
-    decoder = config.get_text_config(decoder=True)
-    without = decoder is not config and not getattr(decoder, "add_cross_attention", True)
-    return 0 if without else (encoder_length or 0) * sum(layer.token for layer in layers)
+    is_apart = config.model_type in _JOINED and not config.decoder.add_cross_attention
+    return 0 if is_apart else (encoder_length or 0) * sum(layer.token for layer in layers)
 
 
 def _bytes_of(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> tuple[int, int]:
