@@ -79,6 +79,7 @@ def stand_ins(model: torch.nn.Module) -> int:
 # --- results ---
 
 
+@pytest.mark.as_written
 @pytest.mark.parametrize("way", WAYS, ids=["plain", "prepack"])
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_equal_to_stock(kind: str, way: dict, computed: Calls) -> None:

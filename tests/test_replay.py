@@ -172,6 +172,7 @@ def test_prompts_that_leave(recorder: Recorder) -> None:
     assert recorder.replayed and len(captures_of(model).graphs) <= replay._MOST_GRAPHS
 
 
+@pytest.mark.as_written
 def test_weights_that_change(recorder: Recorder) -> None:
     """In place, a graph reads what is there; elsewhere, it is recorded anew."""
     model, inputs = tiny_model("llama"), prompts("llama", 2)
