@@ -2,9 +2,9 @@
 
     pytest --switches tests/test_equal_to_stock.py ...
 
-Every search then has ``compile=True, prepack=True`` unless it says otherwise. Steps are traced whole and run as traced,
-which shows what compiling could break in a tenth of its time; oneDNN computes layers of every size. Tests that are marked
-`as_written` count what calls without the switches do, and are skipped.
+Every search then has ``compile=True, prepack=True`` unless it says otherwise. Steps are traced whole and run as
+traced, which shows what compiling could break in a tenth of its time; oneDNN computes layers of every size. Tests that
+are marked `as_written` count what calls without the switches do, and are skipped.
 """
 
 from __future__ import annotations
