@@ -22,16 +22,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Llama's architecture, but for names that begin with "qwen3"."""
 
 
+def config_of(shape: str) -> LlamaConfig | Qwen3Config:
+    """The configuration of one of `SHAPES`, without an end token."""
+    config_class = Qwen3Config if shape.startswith("qwen3") else LlamaConfig
+    return config_class(max_position_embeddings=16384, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+                        **SHAPES[shape])  # fmt: skip
+
+
 def random_model(shape: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A model of one of `SHAPES` that never ends a sequence, so that every run does the same work."""
     torch.manual_seed(0)
-    config_class, model_class = (LlamaConfig, LlamaForCausalLM)
-    if shape.startswith("qwen3"):
-        config_class, model_class = (Qwen3Config, Qwen3ForCausalLM)
-    config = config_class(max_position_embeddings=16384, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-                          **SHAPES[shape])  # fmt: skip
+    config = config_of(shape)
     with torch.device(device):
-        model = model_class(config)
+        model = Qwen3ForCausalLM(config) if isinstance(config, Qwen3Config) else LlamaForCausalLM(config)
     model = model.eval().to(device=device, dtype=dtype)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
