@@ -4,20 +4,22 @@
     separate sequences  B · W · (P + T - 1)        the last token is chosen, and never run
     one tree            B · (P + nodes)            and the room that pools keep to grow
 
-How many nodes a tree has is the text's and the model's business. Expected here is ``W + W/2 + W/3 + ...``, at least one
-for each step: of the tokens written `k` steps ago, so many are still on some beam's path if the number of a beam's
-children is drawn geometrically with mean 1 (of `a` tokens on paths, ``a / (1 + a/W)`` parents are then; a critical
-birth-death process). Where the prompt is long beside the tree, that is near; a tree alone can have twice as many.
+How many nodes a tree has is the text's and the model's business. Expected here is ``W + W/2 + W/3 + ...``, a term for
+each step, the last one first, and none below one: so many of a step's `W` tokens are still on some beam's path if the
+number of a beam's children is drawn geometrically with mean 1 (of `a` tokens on paths, ``a / (1 + a/W)`` parents are
+then; a critical birth-death process). Where the prompt is long beside the tree, that is near; a tree alone can have
+twice as many.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from numbers import Integral
 from typing import Any
 
 import torch
 
-from .cache import GROWTH, KV_DTYPES, LEAST_SPARE, Packing, PagedBeamCache, PoolLayer
+from .cache import GROWTH, LEAST_SPARE, Packing, PagedBeamCache, PoolLayer, stored_dtype
 from .versions import PreTrainedConfig
 
 
@@ -26,18 +28,21 @@ class MemoryEstimate:
     """Bytes of keys and values that one search holds when it ends, which is when it holds most.
 
     Attributes:
-        token: of one token in all layers.
-        separate: in transformers' own search, which stores every beam from its first token on.
-        expected: in ours, room to grow included, for a tree as wide as chance makes it (see the module's header). Of
-            searches with prompts of 512 tokens and more it is within 10%; with long answers after a short prompt trees
-            differ too much from model to model.
-        most: in ours, if no two beams ever shared a generated token; it cannot be more.
+        token: of one token in all layers, as ours stores it.
+        separate: in transformers' own search, which stores every beam from its first token on, in the model's dtype.
+        expected: in ours, room to grow included, for a tree as wide as chance makes it (see the module's header).
+            Where the prompt has 512 tokens and more, and at least twice as many as that tree, searches are within 10%
+            of it; of long answers after a short prompt, trees differ too much from model to model.
+        most: in ours, if no two beams ever shared a generated token; it cannot be more. (On a GPU, `compile=True`
+            rounds pools up, and keeps those of the last searches: see docs/memory.md.)
+        nodes: of that expected tree, tokens per prompt.
     """
 
     token: int
     separate: int
     expected: int
     most: int
+    nodes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,7 @@ def estimate_memory(
     max_new_tokens: int,
     dtype: torch.dtype | str | None = None,
     *,
+    kv_dtype: torch.dtype | str | None = None,
     encoder_length: int | None = None,
 ) -> MemoryEstimate:
     """Estimate the keys and values of a search that runs for `max_new_tokens`; weights and logits are not counted.
@@ -70,7 +76,9 @@ def estimate_memory(
         num_beams: `W`, beams per prompt.
         prompt_length: `P`, tokens of the longest prompt; with an encoder, of the decoder's prompt (usually 1).
         max_new_tokens: `T`.
-        dtype: of keys and values: a torch.dtype, its name, or what `kv_dtype` takes; None for the configuration's.
+        dtype: of the model: a torch.dtype or its name; None for the configuration's.
+        kv_dtype: what `generate` is given as `kv_dtype`, for keys and values in fewer bytes than the model computes
+            with.
         encoder_length: positions of the encoder's output, for encoder-decoder models.
 
     Raises:
@@ -88,38 +96,47 @@ def estimate_memory(
     counts = dict(
         batch_size=batch_size, num_beams=num_beams, prompt_length=prompt_length, max_new_tokens=max_new_tokens
     )
-    _check_counts(counts, encoder_length)
-    layers = _layers(config, dtype)
-    cross = _cross_bytes(config, layers, encoder_length)
+    _check(config, counts, encoder_length)
+    computed = _computed_dtype(config, dtype)
+    layers = _layers(config, computed.itemsize)
+    packed = _layers(config, *_stored_bytes(computed, kv_dtype))
     steps = max_new_tokens - 1  # the last token is not run
+    tree = round(sum(max(num_beams / age, 1.0) for age in range(1, steps + 1)))
 
-    tree = sum(max(num_beams / age, 1.0) for age in range(1, steps + 1))
+    def ours(nodes: int, share_of_room: float, spare: int) -> int:
+        slots = [_slots(layer.kept(prompt_length), nodes, share_of_room, spare) for layer in packed]
+        tokens = sum(layer.token * count for layer, count in zip(packed, slots, strict=True))
+        return batch_size * (_cross_bytes(config, packed, encoder_length) + tokens)
 
-    def ours(nodes: int, share_of_room: float) -> int:
-        slots = [_slots(layer.kept(prompt_length), nodes, share_of_room) for layer in layers]
-        return batch_size * (cross + sum(layer.token * count for layer, count in zip(layers, slots, strict=True)))
-
-    separate = sum(layer.token * layer.kept(prompt_length + steps) for layer in layers)
+    row = sum(layer.token * layer.kept(prompt_length + steps) for layer in layers)
     return MemoryEstimate(
-        token=sum(layer.token for layer in layers),
-        separate=batch_size * num_beams * (separate + cross),
-        expected=ours(round(tree), 0.5),
-        most=ours(num_beams * steps, 1.0),
+        token=sum(layer.token for layer in packed),
+        separate=batch_size * num_beams * (row + _cross_bytes(config, layers, encoder_length)),
+        expected=ours(tree, 0.5, 0),
+        most=ours(num_beams * steps, 1.0, 1),
+        nodes=tree,
     )
 
 
-def _slots(prompt: int, nodes: int, share_of_room: float) -> int:
-    """Slots of a pool with a prompt and a tree, and of the room that it has when it has just grown, so much."""
-    needed = prompt + nodes
-    return needed + round(share_of_room * max(needed // GROWTH, LEAST_SPARE)) * (nodes > 0)
+def _slots(prompt: int, nodes: int, share_of_room: float, spare: int) -> int:
+    """Slots of a pool with a prompt and a tree, and of the room that it has when it has just grown, so much.
+
+    `spare` slots are there where a step is captured and does not know yet what it needs.
+    """
+    needed = prompt + nodes + spare
+    return needed + round(share_of_room * max(needed // GROWTH, LEAST_SPARE)) if nodes else prompt
 
 
-def _layers(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> list[_Layer]:
+def _layers(config: PreTrainedConfig, size: int, scale: int = 0) -> list[_Layer]:
+    """Self-attention's layers, for numbers of so many bytes, and a scale of so many with each head's."""
     decoder = config.get_text_config(decoder=True)
-    size, scale = _bytes_of(config, dtype)
     heads, entries = _heads(config, decoder)
     token = heads * 2 * (entries * size + scale)
-    windows = _windows(config) or [None] * decoder.num_hidden_layers  # where a configuration tells nothing of layers
+    windows = _windows(config)
+    if getattr(decoder, "num_decoder_layers", None):  # beside `num_layers`, the encoder's, of which caches are made
+        windows = [None] * decoder.num_decoder_layers
+    if not windows:  # where a configuration tells nothing of layers
+        windows = [None] * decoder.num_hidden_layers
     return [_Layer(token, window) for window in windows]
 
 
@@ -130,9 +147,8 @@ def _heads(config: PreTrainedConfig, decoder: PreTrainedConfig) -> tuple[int, in
         heads = decoder.num_attention_heads
         size = getattr(decoder, "head_dim", None) or getattr(decoder, "d_kv", None) or decoder.hidden_size // heads
         key_heads = getattr(decoder, "num_key_value_heads", None) or heads
-    except (
-        Exception
-    ) as error:  # no attention, or sizes that differ from layer to layer: each release says so by another
+    # No attention, or sizes that differ from layer to layer: each release says so by another exception.
+    except Exception as error:
         raise _cannot_tell(config, f"no one number of heads and head size ({error})") from error
     if odd:
         raise _cannot_tell(config, f"{odd[0]}={getattr(decoder, odd[0])}")
@@ -141,6 +157,7 @@ def _heads(config: PreTrainedConfig, decoder: PreTrainedConfig) -> tuple[int, in
 
 _OTHER_KEYS = (
     "kv_lora_rank", "v_head_dim", "multi_query", "num_kv_heads", "n_recurrent_loops", "prompt_length", "use_lang_emb",
+    "cross_attention_layers",
 )  # fmt: skip
 """Settings of models whose cached keys and values are not ``heads · head size`` of each token once."""
 
@@ -169,29 +186,40 @@ _JOINED = ("encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"
 
 def _cross_bytes(config: PreTrainedConfig, layers: list[_Layer], encoder_length: int | None) -> int:
     """Keys and values of one prompt's encoder output, which all its beams share."""
-    if bool(config.is_encoder_decoder) != (encoder_length is not None):
-        needs = "an encoder: say how long its output is" if config.is_encoder_decoder else "no encoder: leave it out"
-        raise ValueError(f"encoder_length is {encoder_length}, but the model ({type(config).__name__}) has {needs}")
     is_apart = config.model_type in _JOINED and not config.decoder.add_cross_attention
     return 0 if is_apart else (encoder_length or 0) * sum(layer.token for layer in layers)
 
 
-def _bytes_of(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> tuple[int, int]:
-    """Bytes of a number, and of the scale that is stored with each head's."""
-    own = getattr(config, "dtype", None) or torch.float32
-    computed = own if isinstance(own, torch.dtype) else getattr(torch, own)
-    name = str(computed if dtype is None else dtype).removeprefix("torch.")
-    known = ("float64", "float32", *KV_DTYPES)
+def _computed_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> torch.dtype:
+    """What the model computes with, and transformers stores."""
+    given = (getattr(config, "dtype", None) or torch.float32) if dtype is None else dtype
+    known = {str(one).removeprefix("torch."): one for one in _COMPUTED}
+    name = str(given).removeprefix("torch.")
     if name not in known:
-        raise ValueError(f"dtype must be None or one of {', '.join(known)}, but got {dtype!r}")
-    stored = getattr(torch, name)
-    scale = Packing(stored, computed).scales.itemsize if stored.itemsize == 1 else 0
-    return stored.itemsize, scale
+        raise ValueError(
+            f"dtype must be None or one of {', '.join(known)}, but got {given!r}. It is the model's; say with kv_dtype "
+            f"what the cache stores instead."
+        )
+    return known[name]
 
 
-def _check_counts(counts: dict[str, Any], encoder_length: int | None) -> None:
+_COMPUTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _stored_bytes(computed: torch.dtype, kv_dtype: torch.dtype | str | None) -> tuple[int, int]:
+    """Bytes of a number, and of the scale that is stored with each head's."""
+    stored = stored_dtype(kv_dtype) or computed
+    return stored.itemsize, Packing(stored, computed).scales.itemsize if stored.itemsize == 1 else 0
+
+
+def _check(config: PreTrainedConfig, counts: dict[str, Any], encoder_length: int | None) -> None:
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"config must be a model's configuration (model.config), but got {type(config).__name__}")
     if encoder_length is not None:
         counts = {**counts, "encoder_length": encoder_length}
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"{name} must be an integer of at least 1, but got {count!r}")
+    if bool(config.is_encoder_decoder) != (encoder_length is not None):
+        needs = "an encoder: say how long its output is" if config.is_encoder_decoder else "no encoder: leave it out"
+        raise ValueError(f"encoder_length is {encoder_length}, but the model ({type(config).__name__}) has {needs}")

@@ -90,12 +90,11 @@ class _SearchReport:
 
     @property
     def kv_usage(self) -> Any:
-        """`PagedBeamCache.usage` of the returned cache, counted when it is asked for; None if the cache was taken away.
-
-        A search leaves its cache as it was at the end.
+        """`PagedBeamCache.usage` of the returned cache, counted when it is asked for. A search leaves its cache as it
+        was at the end. None if the cache was taken away, or another put in its place, as Whisper's `generate` does.
         """
-        cache = getattr(self, CACHE_ARGUMENT, None)
-        return None if cache is None else cache.usage()
+        count = getattr(getattr(self, CACHE_ARGUMENT, None), "usage", None)
+        return None if count is None else count()
 
 
 @dataclasses.dataclass

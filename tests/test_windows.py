@@ -123,7 +123,25 @@ def test_layers_with_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
     dropping = search()
     assert [layer.dropped for layer in returned_cache(dropping).layers] == [12, 9]
-    monkeypatch.setattr(PoolLayer, "end_prompt", lambda layer: None)
+    monkeypatch.setattr(PoolLayer, "_drop_unseen", lambda layer: None)
     keeping = search()
     assert [layer.dropped for layer in returned_cache(keeping).layers] == [0, 0]
     check_equal(keeping, dropping)
+
+
+@pytest.mark.parametrize("chunk", [None, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_a_layer_drops_the_prompt_as_it_comes(kind: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer waits for the others, or for the prompt's last chunk, before it drops what no further token sees."""
+    kept, append = [], PoolLayer._append_prompt
+
+    def note(layer: PoolLayer, *states: torch.Tensor) -> Any:
+        shown = append(layer, *states)
+        if layer.is_sliding:
+            kept.append(layer._keys.shape[2])
+        return shown
+
+    monkeypatch.setattr(PoolLayer, "_append_prompt", note)
+    model = windowed(kind)
+    check_same_call(model, prompts_for(model, kind, 2, length=40), **CALL, prefill_chunk_size=chunk)
+    assert max(kept) == WINDOW - 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
 from transformers import LlamaConfig
 
+from benchmarks.models import config_of
 from benchmarks.physics import STOCK_TOUCHES
 from hf_paged_beam import estimate_memory
 from hf_paged_beam.cache import GROWTH, LEAST_SPARE
+from hf_paged_beam.generation import replay
 
 from .of_performance import candidates_per_beam
 from .results import cells, source
@@ -42,17 +45,28 @@ def tokens_that_are_not_run() -> list[Any]:
 
 def long_prompts() -> list[Any]:
     """The shortest prompt that the test holds to 10%, and by how many percent recorded longer ones differ at most."""
-    first = int(re.findall(r'cell\["prompt_length"\] >= (\d+)', source("tests/test_planning.py"))[0])
+    first, twice = (
+        int(re.findall(rf"^{name} = (\d+)", source("tests/test_planning.py"), re.M)[0])
+        for name in ("LONG", "BESIDE_TREE")
+    )
     missed = []
     for row in [*cells("compare"), *cells("growth")]:
-        if row["num_beams"] == 1 or row["prompt_length"] < first or "plain" not in row.get("engines", {}):
+        if row["num_beams"] == 1 or "plain" not in row.get("engines", {}):
             continue
-        token = row["physics"]["kv_bytes_per_token"]
-        config = LlamaConfig(hidden_size=token // 8, num_attention_heads=1, num_hidden_layers=1, dtype="float32")
         shape = [row[name] for name in ("batch_size", "num_beams", "prompt_length", "new_tokens")]
-        share = estimate_memory(config, *shape).expected / row["engines"]["plain"]["kv_bytes"]
-        missed.append(100 * abs(share - 1))
-    return [first, AtMost(max(missed))]
+        told = estimate_memory(config_of(row["model"]), *shape)
+        if row["prompt_length"] >= max(first, twice * told.nodes):
+            missed.append(100 * abs(told.expected / row["engines"]["plain"]["kv_bytes"] - 1))
+    return [first, twice, AtMost(max(missed))]
+
+
+def tree_shares() -> list[Any]:
+    """Of a wide tree's last steps but one and two, by what their tokens are divided."""
+    config = LlamaConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
+    nodes = [estimate_memory(config, 1, 6, 5, new_tokens).nodes for new_tokens in range(1, 10)]
+    steps = [after - before for before, after in itertools.pairwise(nodes)]
+    assert steps[0] == 6
+    return [6 / steps[1], 6 / steps[2]]
 
 
 ENTRIES: list[Entry] = [
@@ -67,11 +81,16 @@ ENTRIES: list[Entry] = [
     Figure(MEMORY, "`B · W · (P + T - #)`", tokens_that_are_not_run),
     Figure(MEMORY, "`B · (P + W · (T - #))`", tokens_that_are_not_run),
     Said(MEMORY, "if no # beams ever share", "any pair of beams"),
-    Figure(MEMORY, "`U` lies between `T - #` (all beams are one until the end) and `W · (T - #)`",
+    Figure(MEMORY, "`U` lies between `T - #` (in the end all beams are one) and `W · (T - #)`",
            lambda: 2 * tokens_that_are_not_run()),
+    Figure(MEMORY, "a pool holds `T - # + W` at least", lambda: [1 + tokens_that_are_not_run()[0]]),
+    Figure(MEMORY, "just after it, `W / #` a step later, then `W / #`, and so on", tree_shares),
+    Figure(MEMORY, "of # tokens and more, and at least # as many as `nodes`, real searches were within #% of it",
+           long_prompts),
     Figure(MEMORY, "by one slot in #, and by # at least", lambda: [GROWTH, LEAST_SPARE]),
     Figure(MEMORY, "one prompt of # tokens, # beams, # new tokens", example),
-    Figure(MEMORY, "With prompts of # tokens and more, real searches were within #% of it", long_prompts),
+    Figure(MEMORY, "multiples of # slots, and the pools of the last # recorded graphs",
+           lambda: [replay._SLOT_STEP, replay._MOST_GRAPHS]),
     Said(MEMORY, "# arrays of `B · W` rows", "logits, and log-probabilities"),
     Said(TROUBLES, "leave out one of the # |", "a keyword, and the reason"),
     Said(TROUBLES, "a whole number from # on | | `must be an integer of at least 0", "the bound of the message"),

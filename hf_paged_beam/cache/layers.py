@@ -205,8 +205,8 @@ class PoolLayer(_IndexedLayer):
     Args:
         index: the table shared by all layers.
         sliding_window: the layer's window in tokens, or None. The part of the prompt that no further token sees is
-            dropped when the prompt is complete. In a folded step the mask decides what is seen of the rest; otherwise
-            the layer shows what transformers' sliding layer would: the last window of tokens.
+            dropped as the prompt comes. In a folded step the mask decides what is seen of the rest; otherwise the layer
+            shows what transformers' sliding layer would: the last window of tokens.
         stored: dtype that keys and values are stored in; None for the model's own.
 
     Attributes:
@@ -285,13 +285,8 @@ class PoolLayer(_IndexedLayer):
                 pool[prompts, :, new - self.dropped] = pool[prompts, :, old - self.dropped]
 
     def end_prompt(self) -> None:
-        """Keep of the prompt what further tokens can see."""
+        """What comes next are beams, each with one token."""
         self.wide_prompt = False
-        self.dropped = self._first_shown()
-        if self.dropped:
-            for name in self.STORED:
-                stored = getattr(self, name)
-                setattr(self, name, None if stored is None else stored[:, :, self.dropped :].contiguous())
 
     def rewind(self) -> None:
         """Undo the last `write`, so that the same step can be run again."""
@@ -309,7 +304,7 @@ class PoolLayer(_IndexedLayer):
         return self._read_prompt(stored, first)
 
     def _read_prompt(self, stored: torch.Tensor, first: int) -> torch.Tensor:
-        prompt = self._unpacked(stored[:, :, first:])
+        prompt = self._unpacked(stored[:, :, first - self.dropped :])
         return self._as_rows(prompt) if self.wide_prompt else prompt
 
     def get_seq_length(self) -> int:
@@ -342,15 +337,25 @@ class PoolLayer(_IndexedLayer):
 
     def _append_prompt(self, key_states: torch.Tensor, value_states: torch.Tensor):
         key_rows, value_rows = self._keep_prompt(key_states), self._keep_prompt(value_states)
+        first = self._first_shown()
+        self.length += key_rows.shape[-2]
         if self._keys is None or self._values is None:
             self._keys, self._values = key_rows, value_rows
-            self.length = key_rows.shape[-2]
-            return key_states, value_states
+            shown: tuple[torch.Tensor | None, torch.Tensor | None] = key_states, value_states
+        else:
+            self._keys = torch.cat([self._keys, key_rows], dim=-2)
+            self._values = torch.cat([self._values, value_rows], dim=-2)
+            shown = self._show(first)
+        self._drop_unseen()
+        return shown
+
+    def _drop_unseen(self) -> None:
+        """Keep of the prompt so far what further tokens can see."""
         first = self._first_shown()
-        self._keys = torch.cat([self._keys, key_rows], dim=-2)
-        self._values = torch.cat([self._values, value_rows], dim=-2)
-        self.length = self._keys.shape[-2]
-        return self._show(first)
+        if first > self.dropped:
+            for name in PoolLayer.STORED:
+                setattr(self, name, getattr(self, name)[:, :, first - self.dropped :].contiguous())
+            self.dropped = first
 
     def _store(self, pool: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Write ``[R, Hkv, 1, D]`` into ``[B, Hkv, S, D]`` at ``[R]``; the pool grows if it must."""
