@@ -20,6 +20,8 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent
 LONGEST = 600
 """Seconds that one cell may take."""
+PROMISED = 120
+"""Seconds that a notebook takes at most, on two cores that do nothing else. Others may use them, so more only warns."""
 
 
 def notebooks() -> list[Path]:
@@ -62,12 +64,17 @@ def main(argv: list[str] | None = None) -> int:
     unknown = sorted(set(arguments.names) - set(known))
     if unknown:
         parser.error(f"no notebook {', '.join(unknown)}; there are {', '.join(known)}")
+    seconds = {}
     for name in arguments.names or known:
         start = time.perf_counter()
         executed = execute(known[name])
-        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        seconds[name] = time.perf_counter() - start
+        print(f"{name}: {seconds[name]:.0f} s", flush=True)
         if arguments.write:
             known[name].write_text(nbformat.writes(executed) + "\n", encoding="utf-8")
+    late = [f"{name} ({taken:.0f} s)" for name, taken in seconds.items() if taken > PROMISED]
+    if late:
+        print(f"WARNING: longer than the {PROMISED} s of a quiet machine: {', '.join(late)}")
     return 0
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -53,9 +54,27 @@ def test_opens_and_ends_as_a_lesson(path: Path) -> None:
     assert re.findall(r"^(\d)\. ", asked, re.MULTILINE) == ["1", "2", "3"]
 
 
+def private_names(code: str) -> list[str]:
+    """Names that begin with one underscore and are not the code's own: attributes of anything, and what is imported."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            found.append(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            places = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found += [part for place in places for part in place.split(".")]
+    return [name for name in found if re.match("_(?!_)", name)]
+
+
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_uses_what_the_package_offers(path: Path) -> None:
-    """No notebook reaches into the package's private names."""
-    code = "\n".join(text(cell) for cell in cells(path, "code"))
-    assert not re.search(r"hf_paged_beam[.\w]*\._\w", code)
-    assert "hf_paged_beam" in code
+    """No notebook reaches into private names, the package's or another's, nor into those of the objects it is given."""
+    code = [text(cell) for cell in cells(path, "code")]
+    assert [name for source in code for name in private_names(source)] == []
+    assert any("hf_paged_beam" in source for source in code)
+
+
+def test_private_names() -> None:
+    assert sorted(private_names("trace._x, f(model.config)._y[0].z")) == ["_x", "_y"]
+    assert sorted(private_names("import a._b\nfrom a._c import d\nfrom a import _e, f as _g")) == ["_b", "_c", "_e"]
+    assert private_names("_, own = a.__class__, _own(a.b_)\nx.y = 1") == []

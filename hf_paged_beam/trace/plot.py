@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LONGEST_LABEL = 10
-_FONT_SIZE = 8  # points
-_LETTER = 0.602 * _FONT_SIZE / 72  # inches: the width of a letter of DejaVu Sans Mono is 0.602 of its size
-_ROW = 0.24  # inches
+_SMALL = 0.8  # of matplotlib's rcParams["font.size"], points: what all but the axes is written in
+_LETTER = 0.602 / 72  # inches per point of size: a letter of DejaVu Sans Mono is as wide as 0.602 of its size
+_ROW = 0.03  # inches per point of size
 _SMALLEST = (8.5, 2.6)  # inches, for the legend and the name of the other axis
-_ENTRY = 1.3  # inches, of the legend
+_ENTRY = 0.1625  # inches per point of size, of the legend
 _LARGEST = 300.0  # inches: beyond some 65,000 pixels nothing can be drawn
 _ELBOW = 0.12  # of a column: where lines of siblings part
 
@@ -40,7 +40,7 @@ _STYLES = {
     "returned": _Style("#0b3c7d", "solid", 2.4, "*", True, "returned (place, score)"),
     "running": _Style("#2a7f3f", "solid", 1.1, ">", True, "running at the end"),
     "finished": _Style("#b3560f", "dashed", 1.1, "s", False, "finished, not returned"),
-    "dead": _Style("#777777", "dotted", 1.1, "x", True, "dead"),
+    "dead": _Style("#555555", "dotted", 1.4, "x", True, "dead"),
     "inner": _Style("#333333", "none", 0.0, "o", False, "went on"),
 }
 
@@ -72,14 +72,21 @@ def require_matplotlib() -> None:
         raise ImportError("plots of a trace need matplotlib: pip install hf-paged-beam[viz]") from error
 
 
+def _font_size() -> float:
+    from matplotlib import rcParams
+
+    return _SMALL * rcParams["font.size"]
+
+
 def _new_axes(layout: TreeLayout, longest: int) -> Axes:
     """Axes of a new figure in which a row holds a line of text and a column the longest label."""
     from matplotlib import pyplot
 
-    column = (longest + 1) * _LETTER / (1 - _ELBOW) + 0.12
-    wanted = (column * (layout.num_steps + 2.5) + 0.5, _ROW * (layout.num_rows + 1) + 1.1)
-    size = [min(max(inches, least), _LARGEST) for inches, least in zip(wanted, _SMALLEST, strict=True)]
-    _, ax = pyplot.subplots(figsize=size, layout="constrained")
+    size = _font_size()
+    column = (longest + 1) * _LETTER * size / (1 - _ELBOW) + 0.12
+    wanted = (column * (layout.num_steps + 2.5) + 0.5, _ROW * size * (layout.num_rows + 1) + 1.1)
+    inches = [min(max(given, least), _LARGEST) for given, least in zip(wanted, _SMALLEST, strict=True)]
+    _, ax = pyplot.subplots(figsize=inches, layout="constrained")
     return ax
 
 
@@ -125,7 +132,7 @@ def _write_tokens(ax: Axes, tree: BeamTree, layout: TreeLayout, labels: list[str
     for node, label in zip(tree.nodes[1:], labels[1:], strict=True):
         ax.annotate(
             label, (node.step, layout.rows[node.number]), xytext=(-4, 1.5), textcoords="offset points", ha="right",
-            va="bottom", fontsize=_FONT_SIZE, family="monospace", parse_math=False, gid="token",
+            va="bottom", fontsize=_font_size(), family="monospace", parse_math=False, gid="token",
             color=_STYLES["dead"].colour if node.status == "dead" else "black",
         )  # fmt: skip
 
@@ -134,8 +141,8 @@ def _write_scores(ax: Axes, tree: BeamTree, layout: TreeLayout) -> None:
     """Place and score right of what was returned: a leaf's row is empty from there on."""
     for place, (number, score) in enumerate(zip(tree.returned, tree.sequences_scores, strict=True), start=1):
         ax.annotate(
-            f"{place}. {score:.3f}", (tree.nodes[number].step, layout.rows[number]), xytext=(7, 0),
-            textcoords="offset points", va="center", fontsize=_FONT_SIZE, gid="score",
+            f"{place}. {score:.3f}", (tree.nodes[number].step, layout.rows[number]), xytext=(12, 0),
+            textcoords="offset points", va="center", fontsize=_font_size(), gid="score",
         )  # fmt: skip
 
 
@@ -158,8 +165,8 @@ def _finish_axes(ax: Axes, tree: BeamTree, layout: TreeLayout) -> None:
         )
         for status, style in _STYLES.items() if status in found
     ]  # fmt: skip
-    room = ax.get_window_extent().width / ax.figure.dpi / _ENTRY
+    room = ax.get_window_extent().width / ax.figure.dpi / (_ENTRY * _font_size())
     ax.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=max(1, int(room)), frameon=False,
-        fontsize=_FONT_SIZE, handlelength=3.0,
+        fontsize=_font_size(), handlelength=3.0,
     )  # fmt: skip

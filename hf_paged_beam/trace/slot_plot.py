@@ -1,6 +1,7 @@
 """The slots of a pool over the steps of a search, by matplotlib, which is imported only here and in plot.py.
 
-States differ in grey and in hatching, so that a black and white print tells them apart.
+States differ in grey, and the prompt in hatching, so that a black and white print tells them apart. Stretches of one
+slot may be thinner than a hatch, so all states that alternate from slot to slot are plain.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class _Look(NamedTuple):
 _LOOKS = {
     "free": _Look("white", ""),
     "prompt": _Look("white", "////"),
-    "live": _Look("0.78", ""),
-    "freed": _Look("white", "xx"),
+    "live": _Look("0.6", ""),
+    "freed": _Look("0.85", ""),
     "reused": _Look("0.15", ""),
 }
 

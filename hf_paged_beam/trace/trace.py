@@ -138,7 +138,8 @@ class BeamTrace:
     def plot(self, prompt: int = 0, tokenizer: Any = None, ax: Axes | None = None) -> Axes:
         """Draw the tree from the prompt (left) to the last step (right), a row for each leaf, the best on top.
 
-        Made for trees of some tens of leaves; wider ones are easier to read in `to_html`.
+        Made for trees of some tens of leaves; wider ones are easier to read in `to_html`. Tokens are written in 0.8 of
+        matplotlib's ``rcParams["font.size"]`` (points), which a new figure grows with.
 
         Args:
             prompt: row of the batch.
