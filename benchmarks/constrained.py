@@ -1,11 +1,12 @@
 """What a constraint to items costs: our search with a trie, without one, and transformers' with a prefix function.
 
-    python -m benchmarks.constrained                       # W = 10, 50, 100, 500; a thousand and a million items
+    python -m benchmarks.constrained                       # W = 10, 50, 100, 500, and 100 after a longer history
     python -m benchmarks.constrained --widths 100 --items 1000 --prompt 100 500 1000 --rounds 5
     python -m benchmarks.constrained --json benchmarks/results/constrained.json
 
-A history of P tokens (100) is followed by an item of 4 tokens over codebooks of 8,192, in the "30m" model (vocabulary
-32,000, random weights, float32). All run alternating in one process; ratios are medians of the rounds' ratios.
+A history of P tokens (100; once 500) is followed by an item of 4 tokens over codebooks of 8,192, in the "30m" model
+(vocabulary 32,000, random weights, float32). All run alternating in one process; ratios are medians of the rounds'
+ratios.
 
 The physics: per step the model's output head makes ``[W, V]`` logits and the search reads them once. Without a
 constraint it then ranks all V of each row. With a trie it looks up the F children of each beam's node and ranks W · F:
@@ -39,6 +40,8 @@ from .harness import record_of_run, seconds_of
 from .models import random_llama, random_prompts
 
 CODES, LENGTH = 8192, 4
+PAIRS = [(10, 100), (50, 100), (100, 100), (500, 100), (100, 500)]
+"""Beams, and tokens of the history."""
 
 
 def random_items(count: int) -> torch.Tensor:
@@ -95,8 +98,8 @@ def _ratio(first: list[float], second: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
-def measure_all(widths: list[int], prompts: list[int], counts: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Every row of the table, printed as it comes."""
+def measure_all(pairs: list[tuple[int, int]], counts: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Every row of the table, printed as it comes: each pair of beams and tokens of the history, for each catalogue."""
     rows = []
     print(
         f"{'items':>9s} {'W':>4s} {'P':>5s} {'trie/free':>9s} {'among/trie':>10s} {'stock/trie':>10s} {'trie s':>8s} "
@@ -108,7 +111,7 @@ def measure_all(widths: list[int], prompts: list[int], counts: list[int], rounds
         trie = TokenTrie.from_sequences(items)
         built = time.perf_counter() - built
         allowed = prefix_function(items)
-        for prompt, width in itertools.product(prompts, widths):
+        for width, prompt in pairs:
             row = {**measure(width, prompt, trie, allowed, rounds), "build_seconds": built, "trie_bytes": trie.nbytes}
             rows.append(row)
             print(
@@ -121,16 +124,19 @@ def measure_all(widths: list[int], prompts: list[int], counts: list[int], rounds
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[10, 50, 100, 500])
+    parser.add_argument("--widths", type=int, nargs="+", metavar="W")
     parser.add_argument("--items", type=int, nargs="+", default=[1_000, 1_000_000])
-    parser.add_argument("--prompt", type=int, nargs="+", default=[100], metavar="P", help="tokens of the history")
+    parser.add_argument("--prompt", type=int, nargs="+", metavar="P", help="tokens of the history")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
-    rows = measure_all(arguments.widths, arguments.prompt, arguments.items, arguments.rounds)
+    pairs = PAIRS
+    if arguments.widths or arguments.prompt:
+        pairs = list(itertools.product(arguments.widths or [100], arguments.prompt or [100]))
+    rows = measure_all(pairs, arguments.items, arguments.rounds)
     figures = {
         "cells": rows,
         **record_of_run(arguments.threads),

@@ -3,7 +3,7 @@
     python -m benchmarks.pages            # writes them into the page
     python -m benchmarks.pages --check    # says whether the page has them
 
-A table stands between ``<!-- results: NAME -->`` and ``<!-- end -->``, and is left empty where nothing was measured.
+A table stands between ``<!-- results: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -111,14 +111,35 @@ def peak(results: dict[str, Any]) -> str:
     return _where(results) + _table(head, rows)
 
 
+_FORWARD = ("products", "attention", "K/V", "rest")
+_OUTSIDE = ("selection", "index", "loop", "around")
+
+
 def breakdown(results: dict[str, Any]) -> str:
-    """Share of a call that passes outside the model's forward, in percent."""
-    rows = [
-        [str(row["vocabulary"]), str(row["num_beams"]), row["engine"], f"{100 * row['outside']:.1f}",
-         "–" if row["goal"] is None else f"{100 * row['goal']:.0f}"]
-        for row in results["cells"]
-    ]  # fmt: skip
-    return _where(results) + _table(["V", "W", "engine", "outside the forward, %", "at most"], rows)
+    """Where the time of a call goes, in percent; the parts of a compiled forward are one."""
+
+    def percent(share: float) -> str:
+        return f"{100 * share:.1f}"
+
+    rows = []
+    for row in results["cells"]:
+        shares = [row["shares"][part] for part in _FORWARD]
+        compiled = row["engine"] == "switches"
+        forward = ["–", "–", "–", percent(sum(shares))] if compiled else [percent(share) for share in shares]
+        outside = [percent(row["shares"][part]) for part in _OUTSIDE]
+        step = f"{1000 * row['seconds'] / row['new_tokens']:.0f}"
+        goal = "–" if row["goal"] is None else f"{100 * row['goal']:.0f}"
+        rows.append([str(row["vocabulary"]), str(row["num_beams"]), row["engine"], step, *forward, *outside,
+                     percent(row["outside"]), goal])  # fmt: skip
+    head = ["V", "W", "engine", "ms of a token", *_FORWARD, *_OUTSIDE, "outside", "at most"]
+    return _where(results) + _table(head, rows)
+
+
+def profile(results: dict[str, Any]) -> str:
+    """Where the time of a call with a captured step goes, in percent."""
+    parts = list(results["cells"][0]["shares"])
+    rows = [[*_cell(row), *(f"{100 * row['shares'][part]:.0f}" for part in parts)] for row in results["cells"]]
+    return _where(results) + _table([*_CELL, *parts], rows)
 
 
 def _primitives(kind: str, columns: dict[str, str]) -> Callable[[dict[str, Any]], str]:
@@ -161,6 +182,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "real": ("real", real),
     "peak": ("peak", peak),
     "breakdown": ("breakdown", breakdown),
+    "profile": ("profile", profile),
     "linears": ("primitives", linears),
     "fused": ("primitives", fused),
     "selections": ("primitives", selections),
@@ -170,12 +192,18 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def filled(page: str) -> str:
-    """The page, its tables made anew."""
+    """The page, its tables made anew.
+
+    Raises:
+        OSError: where the results of one are not there.
+        ValueError: where the page has a mark that is no table's.
+    """
 
     def block(match: re.Match) -> str:
+        if match[2] not in TABLES:
+            raise ValueError(f"there is no table {match[2]!r}, but {', '.join(TABLES)}")
         source, make = TABLES[match[2]]
-        path = RESULTS / f"{source}.json"
-        return match[1] + (make(json.loads(path.read_text())) if path.exists() else "Not measured yet.\n") + match[3]
+        return match[1] + make(json.loads((RESULTS / f"{source}.json").read_text())) + match[3]
 
     return _BLOCK.sub(block, page)
 

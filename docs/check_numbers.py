@@ -5,7 +5,7 @@
 
 All numbers of a page are found, and each must be accounted for (`docs/numbers/account.py` says how). So a new figure
 needs a line in the register of its page, `docs/numbers/of_PAGE.py`, with a function that computes it; a line there that
-matches nothing any more is a fault as well. Timings are compared with the committed results, not measured again.
+matches nothing any more is a fault as well. Timings are computed from the committed results, not measured again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from docs.numbers import generated, of_differences, of_guide, of_performance, of_readme, of_search
 from docs.numbers.account import Fault, account
-from docs.numbers.page import ROOT, Page, documentation
+from docs.numbers.page import Page, documentation
 
 REGISTERS = (of_readme, of_performance, of_differences, of_search, of_guide)
 
@@ -36,9 +35,8 @@ def summary(pages: Mapping[str, Page]) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="also print how many numbers each page has")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/ (the repository's)")
     arguments = parser.parse_args(argv)
-    pages = documentation(arguments.root)
+    pages = documentation()
     if arguments.list:
         print(*summary(pages), sep="\n")
     found = faults(pages)

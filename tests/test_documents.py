@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from benchmarks import kv_dtype, pages
 from benchmarks.memory import LLAMA_3_8B, bytes_per_token, search_usage
 from benchmarks.table import RESULTS, markdown
@@ -50,8 +52,34 @@ def test_memory_of_llama_3_8b() -> None:
     assert peak.bytes_held / price <= 1.25 * live
 
 
-def test_links_lead_to_files() -> None:
-    """Every relative link of README and docs."""
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def links(text: str) -> list[tuple[str, str]]:
+    """Files and headings that relative links lead to; either can be empty."""
+    targets = re.findall(r"\]\(\s*([^)\s]+)\s*\)", text)
+    return [target.partition("#")[::2] for target in targets if not re.match(r"\w+:", target)]
+
+
+def headings(text: str) -> set[str]:
+    """How links name them: small letters, no signs, blanks as hyphens; and what a page of docstrings is asked for."""
+    named = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    written = {re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-") for name in named}
+    return written | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every relative link of README and docs: the file is there, and the heading in it."""
+    for target, heading in links(page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if heading:
+            assert heading in headings(file.read_text()), f"{target}#{heading}"
+
+
+def test_links_that_lead_nowhere_are_seen() -> None:
+    """With a heading and without, over two lines; addresses of other sites are not looked up."""
+    text = "[a](b.md#c-d) ![e\nf](g.svg) [h](#i) [j](https://k.l/m)\n"
+    assert links(text) == [("b.md", "c-d"), ("g.svg", ""), ("", "i")]
+    assert headings("# A: `b` c\n::: d.e\n") == {"a-b-c", "d.e"}

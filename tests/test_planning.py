@@ -20,7 +20,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from transformers.models.mllama import MllamaTextConfig
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from benchmarks.models import config_of
 from hf_paged_beam import estimate_memory

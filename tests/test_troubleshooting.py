@@ -21,6 +21,8 @@ SAID_BY = re.compile(r"logger\.\w+|warnings\.warn|HandOver|\w+Error|self\._give_
 """Calls that say something, or make what will be raised, beside the calls in `raise`."""
 REASONS = re.compile(r"reason_|_\w*fault")
 """Names of functions whose returned texts are put into messages."""
+HANDED_ON = {"reason", "early", "fault", "handed_over.reason", "str(error)", "_what_failed(error)", "None"}
+"""Texts that other functions have made, where they are read; and nothing."""
 FEWEST_LETTERS = 12
 """Letters of a phrase that is not a whole message: a phrase that could be part of anything would hide a missing row."""
 
@@ -58,6 +60,12 @@ def said_in(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             given = node.args
         elif isinstance(node, ast.Return) and node.value is not None and REASONS.match(function.name):
             given = [node.value]
+        if (
+            ast.unparse(node).removeprefix("raise ") == "AttributeError(name)"
+        ):  # of `__getattr__`: what Python itself would say
+            continue
+        if given and not any(texts_of(one, function) or ast.unparse(one) in HANDED_ON for one in given):
+            raise ValueError(f"{function.name}, line {node.lineno}: what {ast.unparse(node)} says cannot be read here")
         for text in (text for argument in given for text in texts_of(argument, function)):
             if re.search(r"\w", text):
                 yield node.lineno, " ".join(text.split())
@@ -112,6 +120,15 @@ def test_every_message_has_a_row(place: str) -> None:
 def test_every_row_has_a_message(phrase: str) -> None:
     assert len(re.sub(r"\W", "", phrase)) >= FEWEST_LETTERS or phrase in messages().values()
     assert any(names(phrase, message) for message in messages().values())
+
+
+@pytest.mark.parametrize("said", ['"the moon is full: " + name', '"the {} is full".format(name)', "MESSAGE"])
+def test_what_cannot_be_read_is_an_error(said: str) -> None:
+    """A message that is put together in another way would be in no table, and nobody would see it."""
+    function = ast.parse(f"def search(name):\n    raise ValueError({said})").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    with pytest.raises(ValueError, match="cannot be read here"):
+        list(said_in(function))
 
 
 def test_no_phrase_stands_twice() -> None:

@@ -138,12 +138,19 @@ def _cell(ax: Any, left: float, top: float, size: tuple[float, float], *, face: 
     )
 
 
+def write(path: Path) -> None:
+    """Draw it into a file."""
+    with pyplot.rc_context({"svg.hashsalt": "hf_paged_beam", "hatch.linewidth": 0.5}):
+        figure = draw(*searched())
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    pyplot.rcParams.update({"svg.hashsalt": "hf_paged_beam", "hatch.linewidth": 0.5})
-    draw(*searched()).savefig(FIGURE, metadata={"Date": None})
+    write(FIGURE)
 
 
 if __name__ == "__main__":

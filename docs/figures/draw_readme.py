@@ -99,7 +99,7 @@ def draw_tree(kept: dict[str, Any]) -> Any:
         _draw_token(axes, layout, node, _label(kept, node), _slot(trace, node))
     axes.set_xlim(-1.75, layout.num_steps - 0.55)
     axes.set_ylim(layout.num_rows - 0.4, -0.75)
-    axes.set_xticks(range(layout.num_steps), [str(step + 1) for step in range(layout.num_steps)])
+    axes.set_xticks(range(layout.num_steps), [str(step) for step in range(layout.num_steps)])
     axes.set_yticks([])
     axes.set_xlabel("step of the search")
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from benchmarks import constrained
 from benchmarks.memory import LLAMA_3_8B, bytes_per_token, search_usage
 from benchmarks.models import SHAPES
 
 from .page import ROOT
-from .results import cells, conditions, quiet, results, section, source
-from .stated import About, Entry, Figure, Said, Timing
+from .results import cells, conditions, last_with_groups, quiet, results, section, source
+from .stated import About, Entry, Figure, Said
 
 PAGE = "README.md"
 MIB = 2**20
@@ -83,8 +84,12 @@ def tries() -> list[Any]:
         return [min(ratios), max(ratios)]
 
     threads, _, _, date = conditions("constrained")
-    return [history, 4, threads, date, min(shares), max(shares), *counts, sum(stock(10)) / 2, 10, *stock(100), 100,
-            *stock(500), 500]  # fmt: skip
+    (longer,) = {row["prompt_length"] for row in results("constrained")["cells"]} - {history}
+    after_longer = cells("constrained", prompt_length=longer)
+    (width,) = {row["num_beams"] for row in after_longer}
+    ratios = [row["stock_over_trie"] for row in after_longer]
+    return [history, constrained.LENGTH, threads, date, min(shares), max(shares), *counts, sum(stock(10)) / 2, 10,
+            *stock(100), 100, *stock(500), 500, min(ratios), max(ratios), width, longer]  # fmt: skip
 
 
 ENTRIES: list[Entry] = [
@@ -93,7 +98,6 @@ ENTRIES: list[Entry] = [
     Figure(PAGE, "CPU, float32, # threads (x86_64, torch #, transformers #, #)", lambda: conditions("compare")),
     Figure(PAGE, '"30m" has # layers of width #, "160m" # of width #, both a vocabulary of #; "tiny" has # layers of '
                  "width #", shapes),
-    Timing(PAGE, "ratios moved by # to # of their size from run to run"),
     Figure(PAGE, "a search takes # to # ms", tiny_milliseconds, timing=True),
     Figure(PAGE, "`W=# P=# T=#` in bfloat16: # MiB of keys and values become at most # MiB, and # MiB with the tree",
            llama_memory),
@@ -102,9 +106,10 @@ ENTRIES: list[Entry] = [
     Figure(PAGE, "It needs transformers # or newer", oldest_transformers),
     Figure(PAGE, "a history of # tokens and items of # (`python -m benchmarks.constrained`, x86_64, # threads, #), a "
                  "call with a trie took # to # of the time of one without, for a # items and a #; transformers with "
-                 "`prefix_allowed_tokens_fn` took # times as long with # beams, # to # with # and # to # with #",
+                 "`prefix_allowed_tokens_fn` took # times as long with # beams, # to # with # and # to # with #, and # "
+                 "to # with # beams after a history of #",
            tries, timing=True),
-    Timing(PAGE, "and # with # beams after a history of #"),
+    Figure(PAGE, "as transformers had them up to #", lambda: [last_with_groups().rpartition(".")[0]]),
     Said(PAGE, "padded with -#", "an id that no token has"),
     Said(PAGE, "index of each item in `items`, -# where", "an index that no item has"),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from hf_paged_beam.generation.lengths import length_form
 
-from .results import search, tensors_of
+from .results import last_with_groups, search, tensors_of
 from .stated import Entry, Figure, Said
 
 PAGE = "docs/search.md"
@@ -45,6 +45,7 @@ ENTRIES: list[Entry] = [
     Said(PAGE, "# groups may find the same sequence", "any pair of groups"),
     Figure(PAGE, "`patience=#` waits for # as many", patience_of_two),
     Said(PAGE, "`patience=#` stops earlier", "a setting"),
+    Figure(PAGE, "in the form that transformers had until #", lambda: [last_with_groups().rpartition(".")[0]]),
     Said(PAGE, "stays below # at a source token", "the largest coverage, of the formula"),
     Said(PAGE, "Cross-attention of # sequences", "panels of the picture"),
     Said(PAGE, "Σ over generated tokens of attention, #))", "the formula's"),

@@ -91,10 +91,10 @@ class Page:
         return any(fence.start <= place < fence.end for fence in self.fences)
 
 
-def documentation(root: Path = ROOT) -> dict[str, Page]:
+def documentation() -> dict[str, Page]:
     """README and the pages of docs/, by name."""
-    paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-    names = [str(path.relative_to(root)) for path in paths]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    names = [str(path.relative_to(ROOT)) for path in paths]
     return {name: Page(name, path.read_text()) for name, path in zip(names, paths, strict=True)}
 
 

@@ -66,6 +66,12 @@ def section(page: str, heading: str) -> str:
     return found[2]
 
 
+def last_with_groups() -> str:
+    """The release of transformers whose diverse beams ours are compared with."""
+    (release,) = re.findall(r'^OLD_RELEASE = "([\d.]+)"', source("tests/compare_diverse.py"), re.MULTILINE)
+    return release
+
+
 def rows_of_table(text: str) -> int:
     """Of the first table, without its head."""
     lines = text.splitlines()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from benchmarks.models import SHAPES
 
+from .page import ROOT
+
 TESTED_OUTPUT = {"docs/search.md": "tests/test_search_guide.py"}
 """Pages whose blocks of output a test compares with what is printed, and that test."""
 
@@ -79,6 +81,11 @@ RULES = [
         "a message of the package, which tests/test_troubleshooting.py compares with the source",
         re.compile(r"^\|(?: `[^`\n]*`,?)+ \|", re.MULTILINE),
         page="docs/troubleshooting.md",
+    ),
+    Rule(
+        "the name of a notebook",
+        re.compile(r"`(\d\d_\w+)`"),
+        lambda found: (ROOT / "notebooks" / f"{found[1]}.ipynb").exists(),
     ),
     Rule("the number of a step", re.compile(r"^\| \d \|", re.MULTILINE), page="docs/how_it_works.md"),
     Rule("a year", re.compile(r"(?:et\s+al\.|\b[A-Z]\w+\s+and\s+[A-Z]\w+)\s+\(?(?:19|20)\d\d\b")),

@@ -65,27 +65,13 @@ class Figure:
         page: name of the page.
         sentence: as in `page.pattern`; each ``#`` is one figure.
         compute: gives as many values as there are figures: a number, a text to be found as it is, or a `Claim`.
-        timing: measured on one machine on one day: its section must name both.
+        timing: measured on one machine on one day: its section must name both. Computed from the results of that run.
     """
 
     page: str
     sentence: str
     compute: Callable[[], Sequence[Any]]
     timing: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds or shares of seconds that were read off a run, and are in no results file.
-
-    Nothing recomputes them; their section must name machine and date.
-
-    Attributes:
-        page, sentence: as of `Figure`.
-    """
-
-    page: str
-    sentence: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,5 +88,5 @@ class Said:
     reason: str
 
 
-Entry = Figure | Timing | Said
+Entry = Figure | Said
 """A line of a register."""

@@ -358,10 +358,12 @@ class PagedBeamCache(BeamVerbs, Cache):
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def accept_wide_prompt(self, wide: bool) -> None:
+        """Say whether the prompt will arrive as one row per beam (True) or as one row per prompt (False)."""
         self._stock_driven = wide
         super().accept_wide_prompt(wide)
 
     def indexed_layers(self) -> list[PoolLayer | CrossLayer]:
+        """The layers that keep their keys and values in the pool."""
         return [layer for layer in self.layers if isinstance(layer, PoolLayer)]
 
     def _decoder_layers(self) -> list[Any]:
@@ -468,12 +470,14 @@ class PagedBeamEncoderDecoderCache(BeamVerbs, EncoderDecoderCache):
         return _describe(self, "PagedBeamEncoderDecoderCache", len(self.self_attention_cache.layers))
 
     def indexed_layers(self) -> list[PoolLayer | CrossLayer]:
+        """The decoder's layers that keep theirs in the pool, and those of its cross-attention."""
         return [*self.self_attention_cache.indexed_layers(), *self.cross_attention_cache.layers]
 
     def _decoder_layers(self) -> list[Any]:
         return self.self_attention_cache.layers
 
     def accept_wide_prompt(self, wide: bool) -> None:
+        """Say whether the prompt will arrive as one row per beam (True) or as one row per prompt (False)."""
         self.self_attention_cache.accept_wide_prompt(wide)
         self.cross_attention_cache.wide_prompt = wide
         super().accept_wide_prompt(wide)

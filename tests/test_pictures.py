@@ -1,4 +1,4 @@
-"""The pictures of README.md are those that docs/figures/draw_readme.py draws from the committed results."""
+"""The pictures of README.md and docs/ are those that the committed scripts draw from the committed results."""
 
 from __future__ import annotations
 
@@ -32,15 +32,38 @@ def drawn_by(svg: str) -> str:
     return re.findall(r"<dc:title>(.*?)</dc:title>", svg)[0]
 
 
+def check_same(drawn: str, committed: str) -> None:
+    """All texts and lines; all bytes, if the same matplotlib drew both."""
+    assert texts(drawn) == texts(committed) and texts(drawn)
+    assert drawn.count("<path") == committed.count("<path")
+    if drawn_by(drawn) == drawn_by(committed):
+        assert drawn == committed
+
+
+@pytest.mark.parametrize("name", ["speed", "growth"])
+def test_figures_of_the_benchmarks_are_drawn_from_results(name: str, tmp_path: Path) -> None:
+    """Those of docs/performance.md."""
+    pytest.importorskip("matplotlib")
+    plots = importlib.import_module("benchmarks.plots")
+    results = json.loads((plots.RESULTS / plots.FIGURES[name][0]).read_text())
+    drawn = plots.draw(name, results, tmp_path).read_text()
+    check_same(drawn, (ROOT / "docs" / "figures" / f"{name}.svg").read_text())
+    assert f"](figures/{name}.svg)" in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_how_it_works_is_drawn_from_a_search(tmp_path: Path) -> None:
+    """Of the model that ships, now."""
+    pytest.importorskip("matplotlib")
+    script = importlib.import_module("docs.figures.draw_how_it_works")
+    script.write(tmp_path / "drawn.svg")
+    check_same((tmp_path / "drawn.svg").read_text(), script.FIGURE.read_text())
+
+
 @pytest.mark.parametrize("name", ["tree", "readme_bars"])
 def test_pictures_are_drawn_from_results(script: ModuleType, name: str, tmp_path: Path) -> None:
     """The same bytes where the same matplotlib draws; the same texts and as many lines where it is another."""
     committed = (ROOT / "docs" / "figures" / f"{name}.svg").read_text()
-    drawn = script.draw(name, tmp_path).read_text()
-    assert texts(drawn) == texts(committed)
-    assert drawn.count("<path") == committed.count("<path")
-    if drawn_by(drawn) == drawn_by(committed):
-        assert drawn == committed
+    check_same(script.draw(name, tmp_path).read_text(), committed)
     assert f"](docs/figures/{name}.svg)" in (ROOT / "README.md").read_text()
     assert len(committed) < LARGEST
 
