@@ -88,7 +88,7 @@ def _lines(axes: Any, rows: list[dict[str, Any]], name: str, scale: int) -> None
 def draw_speed(results: dict[str, Any]) -> Any:
     """Bars of every cell: how many times faster than stock, and the peak memory of each engine."""
     rows = [row for row in results["cells"] if "engines" in row]
-    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(15, 1.2 + 0.62 * len(rows)), sharey=True)
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(15, 1.2 + 0.85 * len(rows)), sharey=True)
     _bars(times, rows, [name for name in TIMES if name != "stock"], lambda told: told.get("ratio"))
     times.axvline(1, color="#000000", linewidth=1.5)
     times.set_xlabel("times as fast as transformers' search")
@@ -106,7 +106,7 @@ def draw_speed(results: dict[str, Any]) -> Any:
 
 def _bars(axes: Any, rows: list[dict], engines: list[str], value: Callable[[dict], float | None]) -> None:
     present = [name for name in engines if any(name in row["engines"] for row in rows)]
-    height = 0.8 / len(present)
+    height = 0.84 / len(present)
     for order, engine in enumerate(present):
         drawn = [(place, value(row["engines"][engine])) for place, row in enumerate(rows) if engine in row["engines"]]
         drawn = [(place, length) for place, length in drawn if length is not None]

@@ -91,6 +91,7 @@ def test_equal_to_stock(kind: str, way: dict, computed: Calls) -> None:
     assert (packed_bytes(model) > 0) == bool(way)
 
 
+@pytest.mark.as_written
 @pytest.mark.parametrize("kind", ["llama", "bart"])
 def test_bfloat16(kind: str, computed: Calls) -> None:
     """Packed, logits agree to rounding; left plain, bfloat16 is nothing to stand in for."""
