@@ -117,6 +117,7 @@ def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.captured == 2
 
 
+@pytest.mark.as_written
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 def test_products_by_one_dnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """All linear layers that are large enough, in every pass; packed once, however many calls there are."""

@@ -182,6 +182,7 @@ def test_the_models_own_dtype_is_stored_as_it_is() -> None:
     assert all(layer._packing is None for layer in returned_cache(ours).layers)
 
 
+@pytest.mark.as_written
 def test_unpacked_keys_of_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step unpacks is gone before the next layer's turn: the memory that packing saves is saved in steps too."""
     model, alive, most = shared_model("llama"), [], []
